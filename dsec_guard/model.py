@@ -91,11 +91,15 @@ class LayerState(str, Enum):
 
 @dataclass(frozen=True)
 class Layer:
-    """One binding or watching layer of a box and what became of it on this host."""
+    """One binding or watching layer of a box and what became of it on this host.
+
+    optional: its absence is listed, but nothing counts on it.
+    """
 
     name: str
     state: LayerState
     detail: str = ""
+    optional: bool = False
 
 
 def severity_word(severity: int) -> str:
@@ -516,7 +520,10 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class Finding:
-    """A detector's claim about one or more events. severity 1..10; object: what was acted on, as inside the box."""
+    """A detector's claim about one or more events. severity 1..10; object: what was acted on, as inside the box.
+
+    process: who did it, where that was known better when the event came than at the box's end.
+    """
 
     rule: str
     cls: Class
@@ -528,6 +535,7 @@ class Finding:
     references: tuple[str, ...] = ()
     accident: bool = False
     allow_hint: str = ""
+    process: ProcessInfo | None = None
 
 
 @dataclass(frozen=True)

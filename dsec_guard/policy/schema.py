@@ -1,14 +1,17 @@
 """The policy model: what a human writes, typed. Loading and error places are in `load.py`.
 
 Sizes are bytes, durations milliseconds; the YAML forms (`2GiB`, `30min`) are parsed by `units.py` before validation.
+Markers in `Annotated` (`Unit`, `Word`) tell the loader and the JSON Schema how a value is written in YAML.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic.fields import FieldInfo
 
 from dsec_guard.model import Class, Level, Outcome, Phase
 
@@ -17,6 +20,35 @@ SCHEMA_ID = "dsec-guard/policy/v1"
 
 class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class Unit(Enum):
+    """How a whole number is written in YAML: with a unit, always, so that nobody has to guess it."""
+
+    SIZE = "size"          # 2GiB, 512MiB: bytes in the model
+    DURATION = "duration"  # 30min, 1500ms: milliseconds in the model
+
+
+class Word(Enum):
+    """What a text has to be; checked by the loader, which knows the place."""
+
+    INSIDE = "inside"        # absolute path as seen in the box, normalised
+    PATTERN = "pattern"      # the same with `*`, `?`, `[...]` and `**`
+    HOST = "host"            # absolute path of the host
+    PLACE = "place"          # `same`, or an absolute path inside
+    SYSCALL = "syscall"      # an x86-64 system call name
+    ERRNO = "errno"          # such as EPERM
+    VARIABLE = "variable"    # name of an environment variable; `*` at its end stands for any rest
+    PROFILE = "profile"      # a name from profiles/, or a path (relative to the policy file)
+    TEXT = "text"            # any text without NUL
+
+
+Size = Annotated[int, Unit.SIZE, Field(le=(1 << 53) - 1)]
+Duration = Annotated[int, Unit.DURATION, Field(le=(1 << 53) - 1)]
+InsidePath = Annotated[str, Word.INSIDE]
+Pattern = Annotated[str, Word.PATTERN]
+HostPath = Annotated[str, Word.HOST]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Mode(str, Enum):
@@ -38,18 +70,18 @@ class IfUnsupported(str, Enum):
 class Limits(Model):
     """Bytes, counts, milliseconds. `disk` and `files` bound all writable places together."""
 
-    memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
-    shm: Annotated[int, Field(ge=0)] = 64 << 20
-    pids: Annotated[int, Field(ge=4)] = 256
-    cpus: Annotated[float, Field(gt=0)] = 1.0
-    disk: Annotated[int, Field(ge=1 << 20)] = 512 << 20
-    files: Annotated[int, Field(ge=64)] = 100_000
-    file_size: Annotated[int, Field(ge=1 << 20)] = 1 << 40
-    open_files: Annotated[int, Field(ge=16)] = 1024
-    ptys: Annotated[int, Field(ge=0)] = 64
-    output: Annotated[int, Field(ge=0)] = 64 << 20
-    wall_time: Annotated[int, Field(ge=100)] = 3_600_000
-    events: Annotated[int, Field(ge=1000)] = 200_000
+    memory: Annotated[Size, Field(ge=16 << 20)] = 1 << 30
+    shm: Annotated[Size, Field(ge=0)] = 64 << 20
+    pids: Annotated[int, Field(ge=4, le=1 << 31)] = 256
+    cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 1.0
+    disk: Annotated[Size, Field(ge=1 << 20)] = 512 << 20
+    files: Annotated[int, Field(ge=64, le=1 << 31)] = 100_000
+    file_size: Annotated[Size, Field(ge=1 << 20)] = 1 << 40
+    open_files: Annotated[int, Field(ge=16, le=1 << 31)] = 1024
+    ptys: Annotated[int, Field(ge=0, le=1 << 31)] = 64
+    output: Annotated[Size, Field(ge=0)] = 64 << 20
+    wall_time: Annotated[Duration, Field(ge=100)] = 3_600_000
+    events: Annotated[int, Field(ge=1000, le=1 << 31)] = 200_000
 
 
 class RootKind(str, Enum):
@@ -59,14 +91,14 @@ class RootKind(str, Enum):
 
 class Root(Model):
     kind: RootKind = RootKind.HOST
-    path: str | None = None
+    path: HostPath | None = None
 
 
 class Bind(Model):
     """`source` of the host, read-only at `target` inside."""
 
-    source: str
-    target: str
+    source: HostPath
+    target: InsidePath
 
 
 class Filesystem(Model):
@@ -74,24 +106,24 @@ class Filesystem(Model):
     own store). temporary: tmpfs-like places (dropped afterwards). binds: extra read-only host paths."""
 
     root: Root = Root()
-    read: tuple[str, ...] = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
-    write: tuple[str, ...] = ()
-    temporary: tuple[str, ...] = ("/tmp", "/var/tmp", "/run")
+    read: tuple[InsidePath, ...] = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
+    write: tuple[InsidePath, ...] = ()
+    temporary: tuple[InsidePath, ...] = ("/tmp", "/var/tmp", "/run")
     binds: tuple[Bind, ...] = ()
 
 
 class Workspace(Model):
     """target: where the workspace appears; `same` = at its own host path."""
 
-    target: str = "same"
+    target: Annotated[str, Word.PLACE] = "same"
 
 
 class HiddenObject(Model):
     """path: inside the box. source: where the real thing is on the host (names and sizes of decoys are taken from it;
     its content never enters the box); None: the same path on the host, or nothing."""
 
-    path: str
-    source: str | None = None
+    path: InsidePath
+    source: HostPath | None = None
 
 
 class HiddenStyle(str, Enum):
@@ -102,46 +134,46 @@ class HiddenStyle(str, Enum):
 class StateObject(Model):
     """Environment state: readable inside from `source` (or the same host path), never writable."""
 
-    path: str
-    source: str | None = None
+    path: InsidePath
+    source: HostPath | None = None
 
 
 class Repository(Model):
-    path: str
+    path: InsidePath
     base: str = "HEAD"
 
 
 class Answers(Model):
     hidden: tuple[HiddenObject, ...] = ()
     style: HiddenStyle = HiddenStyle.DECOY
-    harness: tuple[str, ...] = ()
+    harness: tuple[Pattern, ...] = ()
     environment_state: tuple[StateObject, ...] = ()
     repository: Repository | None = None
     package: str | None = None
-    allowed_reads: tuple[str, ...] = ()
+    allowed_reads: tuple[Pattern, ...] = ()
 
 
 class SyscallRule(Model):
-    """One refused call. args: `{index, op, value, mask}` conditions, all must hold."""
+    """One call that is always refused with `errno`."""
 
-    name: str
-    errno: str = "EPERM"
+    name: Annotated[str, Word.SYSCALL]
+    errno: Annotated[str, Word.ERRNO] = "EPERM"
     because: str = ""
 
 
 class Syscalls(Model):
     """profile: a name from profiles/ or a path; Docker/OCI seccomp JSON and our YAML form are told apart by content."""
 
-    profile: str = "default"
+    profile: Annotated[str, Word.PROFILE] = "default"
     deny: tuple[SyscallRule, ...] = ()
-    allow: tuple[str, ...] = ()
+    allow: tuple[Annotated[str, Word.SYSCALL], ...] = ()
     io_uring: bool = False
 
 
 class Landlock(Model):
     enabled: bool = True
-    connect_tcp: tuple[int, ...] | None = None
-    bind_tcp: tuple[int, ...] | None = None
+    connect_tcp: tuple[Port, ...] | None = None
+    bind_tcp: tuple[Port, ...] | None = None
 
 
 class User(str, Enum):
@@ -165,6 +197,13 @@ class DetectorSetting(Model):
 Penalty = Annotated[float, Field(le=0, ge=-1000, allow_inf_nan=False)]
 
 
+class Choice(str, Enum):
+    """What a child policy may switch on although it loosens: nothing else of that kind exists."""
+
+    ROOT = "root"        # user: root
+    DEGRADE = "degrade"  # if_unsupported: degrade
+
+
 class Monitor(Model):
     level: Level = Level.FULL
 
@@ -184,10 +223,10 @@ class Policy(Model):
     limits: Limits = Limits()
     filesystem: Filesystem = Filesystem()
     workspace: Workspace = Workspace()
-    environment: dict[str, str] = {}
-    pass_environment: tuple[str, ...] = ("TERM", "LANG", "TZ")
+    environment: dict[Annotated[str, Word.VARIABLE], Annotated[str, Word.TEXT]] = {}
+    pass_environment: tuple[Annotated[str, Word.VARIABLE], ...] = ("TERM", "TZ")
     answers: Answers = Answers()
-    deliverables: tuple[str, ...] = ()
+    deliverables: tuple[Pattern, ...] = ()
     network: NetworkWord = NetworkWord.NONE
     allowed_hosts: tuple[str, ...] = ()
     syscalls: Syscalls = Syscalls()
@@ -199,3 +238,40 @@ class Policy(Model):
     accident_penalty: Penalty = 0.0
     penalty_floor: Penalty = -1.0
     if_unsupported: IfUnsupported = IfUnsupported.REFUSE
+    children_may: tuple[Choice, ...] = ()
+
+    # Dotted key -> `file:line:col` of the file that decided it; left out of equality of content (compare digests).
+    _places: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    def place(self, key: str) -> str:
+        """`file:line:col` of `key` or of the nearest part of the policy around it; `default` where nothing was written."""
+        while key:
+            if key in self._places:
+                return self._places[key]
+            key = key.rpartition(".")[0]
+        return "default"
+
+    def with_places(self, places: Mapping[str, str]) -> Policy:
+        """A copy that knows where its keys were written."""
+        copy = self.model_copy()
+        copy._places = dict(places)
+        return copy
+
+
+#: Lists to which a child adds; every other list of a child replaces the parent's.
+GROWING = frozenset({"answers.hidden", "answers.harness", "answers.environment_state", "syscalls.deny"})
+
+#: Set by the loader, never written in a file.
+COMPUTED = frozenset({"name", "digest"})
+
+
+def yaml_fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The keys people write for a model, in order, with their field."""
+    for name, info in model.model_fields.items():
+        if not (model is Policy and name in COMPUTED):
+            yield info.alias or name, info
+
+
+def short_form(model: Any) -> bool:
+    """Whether a plain text stands for `{path: text}`."""
+    return model in (HiddenObject, StateObject)

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
+# What an honest root inside needs, inside the box's user namespace only: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
+# SETUID, SETPCAP, NET_BIND_SERVICE, SYS_CHROOT.
+BOX_CAPS = sum(1 << bit for bit in (0, 1, 3, 4, 5, 6, 7, 8, 10, 18))
+
 
 class OpKind(IntEnum):
     """One step of building the root; executed in order by the launcher's `build_root`."""
@@ -89,6 +93,8 @@ class SpawnSpec:
     maps written (the second only for IDMAP_OWNER). notify_filter: BPF program with SECCOMP_RET_USER_NOTIF installed once
     for the whole box (level cold), b"" for none. exec_filters: BPF programs, one per phase index used by ExecRequest.
     landlock: one spec per phase index, None where the host or the policy has none. deadline_ms: for the whole set-up.
+    caps: the most that any ExecRequest of this box may ask for. self_check: dg-init proves its denials before it is
+    ready, confined as phase `check_phase`; check_syscalls: (number, errno its filter answers to bad arguments).
     """
 
     name: str
@@ -108,6 +114,10 @@ class SpawnSpec:
     namespace_limits_zero: bool = True
     stage_dir: str = "/run/dsec-guard/stage"
     deadline_ms: int = 10_000
+    caps: int = BOX_CAPS
+    self_check: bool = True
+    check_phase: int = 0
+    check_syscalls: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

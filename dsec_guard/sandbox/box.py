@@ -1,0 +1,171 @@
+"""A running sandbox and everything it holds: made in one order, given back in the other.
+
+The guard's side only: what runs between clone and exec is `native/dg_setup.c`, what may be opened inside is composed by
+`rootfs.py`. A box knows nothing of monitors or verdicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dsec_guard.errors import SetupError
+from dsec_guard.host.cgroup import BoxCgroup, CgroupLimits, Instance
+from dsec_guard.host.uids import UidRange
+from dsec_guard.model import Phase
+from dsec_guard.policy.compile import AGENT_UID, Plan
+from dsec_guard.policy.schema import Bind, Policy
+from dsec_guard.sandbox.decoys import DecoyTree, build_decoys
+from dsec_guard.sandbox.environment import HOSTNAME, UMASK, compose_environment, encode_environment
+from dsec_guard.sandbox.holder import Holder
+from dsec_guard.sandbox.launch import BoxInit, Launcher, StartedExec
+from dsec_guard.sandbox.rootfs import RootContext, RootPlan, aliases_of, compose_root
+from dsec_guard.sandbox.spec import ExecRequest, LandlockRule, LandlockSpec, Rlimit, SpawnedBox, SpawnSpec
+from dsec_guard.sandbox.workspace import WorkspaceDir
+
+PHASES = (Phase.SETUP, Phase.AGENT, Phase.VERIFY)
+START_TIMEOUT_S = 10.0
+EMPTY_TIMEOUT_S = 5.0
+OWN_TASKS = 1  # dg-init counts against pids.max and is not the agent's
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxRequest:
+    """What a box is made for. binds: beside the policy's, read-only. tty: its command gets a terminal. stage_dir: an existing directory that the
+    launcher mounts over in the box's own mount namespace."""
+
+    name: str
+    policy: Policy
+    plan: Plan
+    workspace: WorkspaceDir | None = None
+    binds: tuple[Bind, ...] = ()
+    tty: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stage_dir: Path = Path("/run/dsec-guard/stage")
+
+
+class Box:
+    """One sandbox. `create` builds it, `exec` runs commands in it, `kill` empties it, `close` gives everything back."""
+
+    def __init__(self, request: BoxRequest, stack: contextlib.ExitStack) -> None:
+        self.request = request
+        self._stack = stack
+        self.cgroup: BoxCgroup
+        self.uids: UidRange
+        self.decoys: DecoyTree
+        self.root: RootPlan
+        self.spawned: SpawnedBox
+        self.init: BoxInit
+        self.environment: dict[str, str]
+
+    @property
+    def id(self) -> int:
+        """The inode number of the box's v2 cgroup directory: its name for the kernel and for records."""
+        return self.cgroup.id
+
+    @property
+    def agent_owner(self) -> tuple[int, int]:
+        """Host uid and gid of the agent's user."""
+        plan = self.request.plan
+        return self.uids.base + plan.agent_uid, self.uids.base + plan.agent_gid
+
+    @classmethod
+    def create(cls, request: BoxRequest, *, instance: Instance, holder: Holder, launcher: Launcher, run_dir: Path,
+               before_spawn: Callable[[Box], None]) -> Box:
+        """Build a box up to its waiting dg-init. before_spawn: called when the box has its cgroup and decoys, before any
+        of its tasks exists (the monitor learns of it there).
+
+        Raises: SetupError, HostError; everything made so far is given back.
+        """
+        with contextlib.ExitStack() as stack:
+            box = cls(request, stack)
+            box._build(instance, holder, launcher, run_dir, before_spawn)
+            box._stack = stack.pop_all()
+            return box
+
+    def _build(self, instance: Instance, holder: Holder, launcher: Launcher, run_dir: Path,
+               before_spawn: Callable[[Box], None]) -> None:
+        request, policy, plan, stack = self.request, self.request.policy, self.request.plan, self._stack
+        limits = policy.limits
+        self.uids = stack.enter_context(UidRange.acquire(run_dir))
+        self.cgroup = instance.create_box(
+            request.name, CgroupLimits(memory=limits.memory, pids=limits.pids + OWN_TASKS, cpus=limits.cpus))
+        stack.callback(self._release_cgroup, holder)
+        holder.register_box(self.id, self.cgroup)
+        userns = launcher.make_userns(self.uids.base, owner=None, agent_uid=plan.agent_uid)
+        stack.callback(os.close, userns)
+        owner_map = -1
+        if request.workspace is not None:
+            owner_map = launcher.make_userns(self.uids.base, owner=(request.workspace.uid, request.workspace.gid),
+                                             agent_uid=plan.agent_uid)
+            stack.callback(os.close, owner_map)
+        context = RootContext(
+            workspace=request.workspace.path if request.workspace is not None else None, agent_uid=AGENT_UID,
+            agent_gid=AGENT_UID, hostname=HOSTNAME, binds=request.binds,
+        )
+        self.decoys = build_decoys(policy.answers, secrets.token_bytes(16), owner_uid=self.uids.base,
+                                   owner_gid=self.uids.base, aliases=aliases_of(policy, context))
+        stack.callback(self.decoys.close)
+        self.root = compose_root(policy, replace(context, decoys=self.decoys))
+        self.environment = compose_environment(policy, outer=os.environ, extra=request.environment, tty=request.tty)
+        before_spawn(self)
+        self.spawned = launcher.spawn(SpawnSpec(
+            name=request.name, hostname=HOSTNAME, base_uid=self.uids.base, cgroup_fd=self.cgroup.dir_fd,
+            userns_fd=userns, owner_map_fd=owner_map, v1_tasks_fds=self.cgroup.v1_tasks_fds, ops=self.root.ops,
+            store_bytes=limits.disk, store_inodes=limits.files,
+            notify_filter=plan.notify_filter, exec_filters=tuple(plan.exec_filters[p] for p in PHASES),
+            landlock=tuple(_landlock(plan, phase) for phase in PHASES),
+            rlimits=tuple(Rlimit(*limit) for limit in plan.rlimits), stage_dir=str(request.stage_dir),
+        ))
+        stack.callback(self._close_spawned)
+        self.init = BoxInit(self.spawned.init_fd)
+
+    def _close_spawned(self) -> None:
+        spawned = self.spawned
+        self.init.close()
+        for fd in (spawned.pidfd, spawned.store_fd, spawned.root_fd, spawned.listener_fd,
+                   *spawned.overlay_fds.values(), *spawned.upper_fds.values()):
+            if fd >= 0:
+                os.close(fd)
+
+    def _release_cgroup(self, holder: Holder) -> None:
+        self.kill()
+        if not self.cgroup.remove(deadline_s=EMPTY_TIMEOUT_S):
+            return  # the holder keeps it and tries again at its end
+        holder.release_box(self.id)
+
+    def exec(self, argv: tuple[bytes, ...], *, stdio: tuple[int, int, int], tty: bool = False,
+             phase: Phase = Phase.AGENT, cwd: str | None = None) -> StartedExec:
+        """Start one command as the agent's user. Raises SetupError with errno_name ENOENT or EACCES where it cannot be."""
+        plan = self.request.plan
+        return self.init.exec(ExecRequest(
+            argv=argv, env=encode_environment(self.environment), umask=UMASK,
+            cwd=os.fsencode(cwd if cwd is not None else self.root.workspace or plan.home),
+            uid=plan.agent_uid, gid=plan.agent_gid, caps=plan.caps, phase=PHASES.index(phase), tty=tty, stdio=stdio,
+        ), timeout=START_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End every process of the box, and prove it by the empty cgroup. Raises SetupError when some survive."""
+        self.cgroup.kill()
+        if not self.cgroup.wait_empty(EMPTY_TIMEOUT_S):
+            raise SetupError(f"processes of the box {self.request.name} are still alive {EMPTY_TIMEOUT_S:.0f} s after "
+                             "they were killed", step="kill",
+                             hint="a process in an uninterruptible wait; look at its stack in /proc/PID/stack")
+
+    def close(self) -> None:
+        """Kill what is left and give everything back. Repeating is harmless."""
+        self._stack.close()
+
+
+def _landlock(plan: Plan, phase: Phase) -> LandlockSpec | None:
+    found = plan.landlock[phase]
+    if found is None:
+        return None
+    return LandlockSpec(
+        handled_fs=found.handled_fs, handled_net=found.handled_net, scoped=found.scoped,
+        rules=tuple(LandlockRule(r.path, r.access) for r in found.rules), ports=tuple(found.ports),
+    )

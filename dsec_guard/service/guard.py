@@ -1,0 +1,138 @@
+"""The embedded guard: a host of boxes inside the caller's own process.
+
+`Guard.open` starts what its boxes share (holder, launcher, BPF object, one instance directory in every cgroup hierarchy);
+`Guard.run` builds one box, lets one command run in it, and turns what the kernel saw into a RunOutcome. The order at the
+end is fixed: the command is gone, the box is empty, evidence is drained, changes are inspected, outputs collected, the box
+is judged and recorded, and only then anything is written back to the workspace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from dsec_guard.detect.engine import DetectorSet
+from dsec_guard.errors import HostError
+from dsec_guard.host.cgroup import CgroupHost, Instance
+from dsec_guard.host.fanotify import FanotifyGroup
+from dsec_guard.host.probe import HostFeatures, probe
+from dsec_guard.incident.store import StateDir
+from dsec_guard.monitor.loader import KernelMonitor
+from dsec_guard.policy.compile import compile_policy, needed_features
+from dsec_guard.policy.data import data_dir
+from dsec_guard.policy.schema import Policy
+from dsec_guard.sandbox.holder import Holder
+from dsec_guard.sandbox.launch import Launcher
+from dsec_guard.sandbox.stdio import BoxIO
+from dsec_guard.sandbox.workspace import recover
+from dsec_guard.service.reaper import RUN_DIR, Ownership, reap
+from dsec_guard.service.request import RunOutcome, RunRequest
+from dsec_guard.service.run import Run
+
+NATIVE_DIR = Path(__file__).resolve().parent.parent / "_native"
+
+
+class Guard:
+    """See the module. One thread uses it at a time; many guards may live side by side on a host."""
+
+    def __init__(self, state: StateDir, run_dir: Path, on_warning: Callable[[str], None]) -> None:
+        self.state = state
+        self.run_dir = run_dir
+        self.on_warning = on_warning
+        self.detectors = DetectorSet.load(data_dir("detectors"))
+        self._stack = contextlib.ExitStack()
+        self._features: dict[tuple[str, ...], HostFeatures] = {}
+        self.instance: Instance
+        self.holder: Holder
+        self.launcher: Launcher
+        self.fanotify: FanotifyGroup | None = None
+        self.monitor: KernelMonitor | None = None
+        self.monitor_error = ""
+        self.stage_dir: Path
+
+    @classmethod
+    def open(cls, state_dir: Path | None = None, *, run_dir: Path = RUN_DIR,
+             on_warning: Callable[[str], None] = lambda _text: None) -> Guard:
+        """Remove what dead guards left, then start what boxes share.
+
+        state_dir: see StateDir.open. run_dir: for locks and mount points, on a file system of this boot.
+        Raises: HostError naming the missing feature, SetupError; nothing is left behind then.
+        """
+        guard = cls(StateDir.open(state_dir), run_dir, on_warning)
+        try:
+            guard._start()
+        except BaseException:
+            guard.close()
+            raise
+        return guard
+
+    def _start(self) -> None:
+        for left in reap(self.run_dir):
+            self.on_warning(f"removed what a guard that was killed left: {left}")
+        for workspace in recover(self.journal_dir):
+            self.on_warning(f"removed the half-made write-back of a guard that was killed, in {workspace}")
+        owner = self._stack.enter_context(Ownership.take(self.run_dir))
+        self.stage_dir = owner.directory / "stage"
+        self.stage_dir.mkdir(mode=0o700)
+        self.instance = self._stack.enter_context(CgroupHost.probe().instance(owner.name))
+        self.holder = self._stack.enter_context(Holder.start(NATIVE_DIR, self.instance))
+        self.holder.hold_fd("ownership", owner.fd)
+        self.holder.own_directory(owner.directory.parent)
+        self.holder.register_path(owner.lock_path)
+        self.holder.register_path(owner.directory)
+        self._stack.callback(self._release_ownership, owner)
+        self.launcher = Launcher(self.holder.launcher_socket)
+        self._stack.callback(self.launcher.close)
+        try:
+            self.monitor = KernelMonitor.load(self.instance.v2_fd, self.instance.v2_level + 1)
+            self._stack.callback(self.monitor.close)
+        except HostError as err:
+            self.monitor_error = str(err)  # whether a box may run without it is the policy's decision
+
+    def _release_ownership(self, owner: Ownership) -> None:
+        self.holder.release_path(owner.directory)
+        self.holder.release_path(owner.lock_path)
+        self.holder.release_instance(self.instance)
+
+    @property
+    def journal_dir(self) -> Path:
+        """Where notes of write-backs in progress are kept."""
+        return self.state.path / "write-back"
+
+    def features(self, policy: Policy) -> HostFeatures:
+        """What of the host this policy asks for, probed once per guard."""
+        names = needed_features(policy)
+        if names not in self._features:
+            self._features[names] = probe(names)
+        return self._features[names]
+
+    def fanotify_group(self) -> FanotifyGroup:
+        """The group that watches decoys and protected files of all boxes; read by the holder."""
+        if self.fanotify is None:
+            self.fanotify = self._stack.enter_context(FanotifyGroup.open())
+            self.holder.watch_fanotify(self.fanotify.fd)
+        return self.fanotify
+
+    def run(self, request: RunRequest, io: BoxIO) -> RunOutcome:
+        """Run one command in a box of its own, judge it, record it.
+
+        A failure of the guard after the box exists is an outcome (`exit.reason` guard_error, validity infra_fault), so
+        that nothing seen before it is lost. Raises: PolicyError, UsageError, HostError, SetupError before that.
+        """
+        policy = request.policy
+        plan = compile_policy(policy, self.features(policy), workspace=str(request.workspace or ""),
+                              readable=[b.target for b in request.bind_ro])
+        with self.state.new_run() as run_dir:
+            return Run(self, request, plan, io, run_dir).execute()
+
+    def close(self) -> None:
+        """End what boxes shared. Repeating is harmless."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
