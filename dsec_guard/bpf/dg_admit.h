@@ -53,14 +53,23 @@ struct dg_asker {
 
 #define DG_INLINE static __always_inline
 
-DG_INLINE int dg_asker_of(__u64 box, struct dg_asker *who)
+/* Is this a live box? Leaves the counters for later: most calls of honest work end without them. */
+DG_INLINE int dg_live_box(__u64 box, struct dg_asker *who)
 {
 	who->box = box;
 	who->cfg = bpf_map_lookup_elem(&boxes, &box);
-	if (!who->cfg || !who->cfg->live)
-		return 0;
-	who->stats = bpf_map_lookup_elem(&stats, &box);
+	return who->cfg && who->cfg->live;
+}
+
+DG_INLINE int dg_find_stats(struct dg_asker *who)
+{
+	who->stats = bpf_map_lookup_elem(&stats, &who->box);
 	return who->stats != 0;
+}
+
+DG_INLINE int dg_asker_of(__u64 box, struct dg_asker *who)
+{
+	return dg_live_box(box, who) && dg_find_stats(who);
 }
 
 /* The box directory above @task's v2 cgroup, 0 if there is none. Needs no helper: @task need not be current. */
@@ -90,12 +99,17 @@ DG_INLINE __u64 dg_strayed_box(struct task_struct *task)
 	return mark ? mark->box : 0;
 }
 
-/* The box of the current task, for tracing programs. */
+/* The live box of the current task, for tracing programs. */
+DG_INLINE int dg_current_box(struct task_struct *task, struct dg_asker *who)
+{
+	if (dg_live_box(bpf_get_current_ancestor_cgroup_id(dg_config.ancestor_level), who))
+		return 1;
+	return dg_global.strayed && dg_live_box(dg_strayed_box(task), who);
+}
+
 DG_INLINE int dg_current_asker(struct task_struct *task, struct dg_asker *who)
 {
-	if (dg_asker_of(bpf_get_current_ancestor_cgroup_id(dg_config.ancestor_level), who))
-		return 1;
-	return dg_global.strayed && dg_asker_of(dg_strayed_box(task), who);
+	return dg_current_box(task, who) && dg_find_stats(who);
 }
 
 DG_INLINE void dg_count(const struct dg_asker *who, __u32 nr, __s32 ret)

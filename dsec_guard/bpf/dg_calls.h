@@ -482,7 +482,7 @@ DG_INLINE int dg_limit_reached(__u32 entry, __u32 err)
 }
 
 /* Past the box look-up: most calls of honest work end here, before anything is copied. */
-static __noinline int dg_look(struct pt_regs *regs, long ret, struct task_struct *task, struct dg_asker *who)
+DG_INLINE int dg_look(struct pt_regs *regs, long ret, struct task_struct *task, struct dg_asker *who)
 {
 	__u32 zero = 0, nr = regs->orig_ax, entry, want, abi = DG_ABI_X64;
 	__u32 err = ret < 0 && ret > -4096 ? -ret : 0;
@@ -506,7 +506,7 @@ static __noinline int dg_look(struct pt_regs *regs, long ret, struct task_struct
 		return 0;
 
 	s = bpf_map_lookup_elem(&scratch, &zero);
-	if (!s)
+	if (!s || !dg_find_stats(who))
 		return 0;
 	s->call.head.kind = DG_CALL;
 	s->call.head.flags = 0;
@@ -556,7 +556,7 @@ int BPF_PROG(dg_sys_exit, struct pt_regs *regs, long ret)
 	struct task_struct *task = bpf_get_current_task_btf();
 	struct dg_asker who;
 
-	if (!dg_current_asker(task, &who) || who.cfg->level != DG_LEVEL_FULL || (__u32)task->tgid == who.cfg->init_tgid)
+	if (!dg_current_box(task, &who) || who.cfg->level != DG_LEVEL_FULL || (__u32)task->tgid == who.cfg->init_tgid)
 		return 0;
 	return dg_look(regs, ret, task, &who);
 }

@@ -74,7 +74,8 @@ def _print(features: HostFeatures, problem: Exception | None) -> None:
                     click.echo(printable(f"           {label}: {text}"))
             if entry.optional:
                 click.echo("           optional: no policy depends on it")
+    click.echo()
     if problem is None:
-        click.echo(f"\nA run with the policy {DEFAULT_POLICY} works here.")
+        click.echo(f"A run with the policy {DEFAULT_POLICY} works here.")
     else:
-        click.echo(printable(f"\nA run with the policy {DEFAULT_POLICY} does not work here: {problem}"))
+        click.echo(printable(f"A run with the policy {DEFAULT_POLICY} does not work here: {problem}"))

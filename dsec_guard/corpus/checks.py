@@ -171,6 +171,8 @@ def main_class(incidents: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _report_clean(done: Finished, check: AfterCheck) -> str:
     for path in (done.report, done.record):
+        if not path.is_file():
+            return f"there is no {path.name}"
         raw = path.read_bytes()
         try:
             text = raw.decode("utf-8")

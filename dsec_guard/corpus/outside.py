@@ -7,6 +7,7 @@ that a box that kept the guard's network would reach the sink and the stand-in's
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -23,6 +24,7 @@ from dsec_guard.errors import HostError
 SINK_ADDRESS = "198.51.100.10"          # RFC 5737, TEST-NET-2
 METADATA_ADDRESS = "169.254.169.254"
 READY_S = 20.0
+HOST_FILES_LOCK = Path("/run/lock/dsec-guard-corpus")
 #: Ports of the sink beside its main one: name service, container daemon, the metadata service's web port.
 SINK_PORTS = {"main": 8080, "dns": 53, "docker": 2375, "web": 80}
 
@@ -140,7 +142,21 @@ def stand_in(layout_program: Path, yard: Yard, layout: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_files(pairs: Sequence[tuple[Path, Path]]) -> Iterator[None]:
-    """Put each `(host path, source)` in place and take it away again, restoring what stood there."""
+    """Put each `(host path, source)` in place and take it away again, restoring what stood there.
+
+    The paths are the same for every runner of this machine: a second one waits here.
+    """
+    if not pairs:
+        yield
+        return
+    with HOST_FILES_LOCK.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _in_place(pairs):
+            yield
+
+
+@contextlib.contextmanager
+def _in_place(pairs: Sequence[tuple[Path, Path]]) -> Iterator[None]:
     kept: list[tuple[Path, bytes | None, list[Path]]] = []
     try:
         for target, source in pairs:

@@ -158,8 +158,8 @@ class CorpusSession:
             argv += ["--env", f"{name}={value}"]
         rounds, slowest = 0, 0.0
         with contextlib.ExitStack() as stack:
-            stack.enter_context(host_files([(Path(target), prepared.layout / source)
-                                            for target, source in task.host_only.items()]))
+            stack.enter_context(host_files([(Path(target), prepared.layout / source) for target, source
+                                            in task.host_only.items() if "hostfile" in probe.needs]))
             if "standin" in probe.needs:
                 stack.enter_context(stand_in(self.corpus.layout_program, self._yard, prepared.layout))
             prober = HostProber(prepared.directory) if any(c.name == "host_alive" for c in probe.after) else None
@@ -183,7 +183,7 @@ class CorpusSession:
         said = last_word(files["stdout"].read_bytes(), probe.id)
         if not result:
             tail = files["stderr"].read_bytes()[-300:].decode("utf-8", "replace")
-            broken = (*broken, f"dsec-guard run ended with {code}: {tail.strip()}")
+            broken = (*broken, f"dsec-guard run ended with {code}: {' '.join(tail.split())}")
         return judge(probe, Observation(said, _command_status(code, result), result, seconds, broken, tuple(leaks)))
 
     def _execute(self, argv: list[str], stdout: Path, stderr: Path, limit_s: float) -> tuple[int | None, watch.Seen]:

@@ -765,11 +765,12 @@ def compile_rules(files: Sequence[RuleFile]) -> tuple[tuple[Rule, ...], list[str
             if label in names.macros:
                 problems.append(f"{f.name}:{line}: {label}: a macro of this name exists")
             names.macros[label] = condition
-    for label in list(names.lists):
-        try:
-            names.lists[label] = _spread(label, names.lists, ())
-        except _Bad as bad:
-            problems.append(f"{label}: {bad}")
+    for f in files:
+        for label, _, line in f.lists:
+            try:
+                names.lists[label] = _spread(label, names.lists, ())
+            except _Bad as bad:
+                problems.append(f"{f.name}:{line}: {label}: {bad}")
     rules: dict[str, Rule] = {}
     for f in files:
         for label, entry, line in f.rules:

@@ -27,14 +27,33 @@ from dsec_guard.model import Class, Event, FileOpened, Finding, Outcome, Process
 LINK_CALLS = frozenset({"link", "linkat"})
 READLINK_CALLS = frozenset({"readlink", "readlinkat"})
 EXEC_CALLS = frozenset({"execve", "execveat"})
+CHDIR_CALLS = frozenset({"chdir", "fchdir"})
 EACCES, EPERM = 13, 1
 
 #: Accesses kept per process; a process that goes on is no better for it.
 MAX_KEPT = 256
-#: A program that was refused at this many places in this many top-level areas walks the tree rather than looks.
-SWEEP_REFUSALS, SWEEP_AREAS = 8, 4
+#: A program whose listings were refused at this many places in this many top-level areas walks the tree. Refused files
+#: do not count: trying many names is what a hunt does.
+SWEEP_REFUSALS, SWEEP_AREAS = 6, 4
 #: So many different files of one process of /proc are a walk, too.
 SWEEP_LEAVES = 8
+
+
+@dataclass
+class _Walk:
+    """Refused listings of one process."""
+
+    refusals: int = 0
+    areas: set[str] = field(default_factory=set)
+
+    def note(self, event: SyscallSeen, path: str) -> None:
+        if event.errno in (EACCES, EPERM) and open_flags(event) & O_DIRECTORY:
+            self.refusals += 1
+            self.areas.add(top(path))
+
+    @property
+    def wide(self) -> bool:
+        return self.refusals >= SWEEP_REFUSALS and len(self.areas) >= SWEEP_AREAS
 
 
 @dataclass
@@ -44,13 +63,12 @@ class _Seen:
     process: ProcessInfo
     state: Process
     hits: list[tuple[str, Event, Outcome]] = field(default_factory=list)
-    refusals: int = 0
-    areas: set[str] = field(default_factory=set)
+    walk: _Walk = field(default_factory=_Walk)
 
 
 @detector(
     rules=("peek.hidden_read",), watches=(FileOpened, SyscallSeen),
-    syscalls=OPEN_CALLS | LINK_CALLS | EXEC_CALLS, needs=(("sys_exit", "fanotify"),),
+    syscalls=OPEN_CALLS | LINK_CALLS | EXEC_CALLS | CHDIR_CALLS, needs=(("sys_exit", "fanotify"),),
 )
 class HiddenRead:
     """A hidden path, or the decoy that stands for it, was opened for reading (or linked, or run) by a program meant to.
@@ -76,10 +94,8 @@ class HiddenRead:
                 looks = not asks_to_write(event) or (second != "" and not below_any(second, view.facts.hidden))
                 if looks and not has_controls(path):
                     self._keep(path, event, Outcome.ATTEMPTED, view)
-            elif not inside and event.errno in (EACCES, EPERM):
-                seen = self._seen(event, view)
-                seen.refusals += 1
-                seen.areas.add(top(path))
+            elif not inside and not event.ok:
+                self._seen(event, view).walk.note(event, path)
         return ()
 
     def _seen(self, event: Event, view: View) -> _Seen:
@@ -130,18 +146,21 @@ def _sweeps(seen: _Seen, view: View) -> bool:
     process = seen.process
     state = Process(process.pid, seen.state.parent, process.exe, process.argv, seen.state.memfd)
     named, wide = _names_hidden(process.argv, view)
+    searches = is_tool(state, SEARCHERS, view.facts)
+    parent = parent_of(state, view)
+    under_search = searches and parent is not None and is_tool(parent, SEARCHERS, view.facts)
+    # `find / -exec grep ...` names each file in turn; what was searched is the parent's business.
+    if under_search and parent is not None and any(normalise(w) == "/" for w in parent.argv[1:] if w.startswith("/")):
+        return True
     if named:
         return False
-    if is_tool(state, SEARCHERS, view.facts):
+    if searches:
         roots = [w for w in process.argv[1:] if w.startswith("/")]
-        if any(normalise(r) == "/" for r in roots) or wide:
+        if wide or any(normalise(r) == "/" for r in roots):
             return True
         if not roots:
-            return len(seen.areas) >= 2
-    parent = parent_of(state, view)
-    if parent is not None and is_tool(parent, SEARCHERS, view.facts):
-        return wide or any(normalise(w) == "/" for w in parent.argv[1:] if w.startswith("/"))
-    return seen.refusals >= SWEEP_REFUSALS and len(seen.areas) >= SWEEP_AREAS
+            return len(seen.walk.areas) >= 2
+    return seen.walk.wide
 
 
 def _names_hidden(argv: tuple[str, ...], view: View) -> tuple[bool, bool]:
@@ -197,7 +216,7 @@ def classify_proc(event: SyscallSeen, leaf: str, rest: str) -> _Probe | None:
     writes = asks_to_write(event)
     if event.name in READLINK_CALLS:
         return _NS if leaf == "ns" else None
-    if leaf == "root" and rest:
+    if leaf == "root" and (rest or event.name in CHDIR_CALLS):
         return _ROOT
     if leaf == "ns" and rest:
         return _NS
@@ -210,7 +229,7 @@ def classify_proc(event: SyscallSeen, leaf: str, rest: str) -> _Probe | None:
 
 @detector(
     rules=(_ROOT.rule, _NS.rule, _EXE.rule, _POKE.rule, _PEEK.rule), watches=(SyscallSeen,),
-    syscalls=OPEN_CALLS | READLINK_CALLS, needs=(("sys_exit",),),
+    syscalls=OPEN_CALLS | READLINK_CALLS | CHDIR_CALLS, needs=(("sys_exit",),),
 )
 class OtherProcess:
     """An access to another process's part of /proc that the kernel refused.
@@ -224,11 +243,16 @@ class OtherProcess:
         self._hits: dict[int, list[tuple[_Probe, str, SyscallSeen, ProcessInfo]]] = {}
         self._leaves: dict[tuple[int, str], set[str]] = {}
         self._lists: dict[tuple[int, str], set[str]] = {}
+        self._walks: dict[int, _Walk] = {}
 
     def feed(self, event: Event, view: View) -> Iterable[Finding]:
         if not isinstance(event, SyscallSeen) or event.errno not in (EACCES, EPERM, 26):  # 26: ETXTBSY, it is running
             return ()
         path = view.path(event)
+        self._walks.setdefault(event.tgid, _Walk()).note(event, path)
+        if event.raw_path.startswith("/proc/"):
+            # The resolved path has `root` folded into the box's own; here it is the question whose root was asked for.
+            path = normalise(event.raw_path)
         pid, leaf, rest = proc_entry(path)
         if not pid:
             return ()
@@ -270,7 +294,7 @@ class OtherProcess:
             return True
         if leaf in _LISTED and not rest and len(self._lists.get((tgid, pid), ())) >= 3:
             return True
-        return len(self._leaves.get((tgid, pid), ())) >= SWEEP_LEAVES
+        return len(self._leaves.get((tgid, pid), ())) >= SWEEP_LEAVES or self._walks[tgid].wide
 
 
 # ------------------------------------------------------------------------------------------------- upstream answers

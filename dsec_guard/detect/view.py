@@ -38,9 +38,9 @@ CHANGES_FIRST = frozenset({
     "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat", "chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat",
     "truncate", "utime", "utimes", "utimensat", "futimesat", "setxattr", "lsetxattr", "setxattrat", "removexattr",
     "lremovexattr", "removexattrat", "mknod", "mknodat", "fchmod", "fchown", "ftruncate", "fsetxattr", "fremovexattr",
-    "write", "pwrite64", "writev", "fallocate",
+    "write", "pwrite64", "writev", "fallocate", "symlink", "symlinkat",  # of a symlink, path is the link, path2 its text
 })
-CHANGES_SECOND = frozenset({"link", "linkat", "symlink", "symlinkat"})
+CHANGES_SECOND = frozenset({"link", "linkat"})
 CHANGES_BOTH = frozenset({"rename", "renameat", "renameat2"})
 
 

@@ -55,7 +55,8 @@ class CgroupLimits:
 class CgroupUsage:
     """What a box used so far; 0 where the host cannot tell.
 
-    memory_peak: bytes. memory_failcnt: how often the limit was run into. oom_kills: tasks ended for it.
+    memory_peak: bytes. memory_failcnt: how often the limit was run into (Linux 6.18 leaves it at 0 on v1, tried).
+    oom_kills: tasks ended for it.
     pids_denied: forks refused. cpu_ns: nanoseconds of all its tasks, ended ones included.
     """
 
@@ -398,7 +399,8 @@ class BoxCgroup:
         if memory := self._by_controller.get("memory"):
             if self._is_v1("memory"):
                 peak = _number(memory / "memory.max_usage_in_bytes")
-                failcnt = _number(memory / "memory.failcnt")
+                # With swap at 0 both limits are equal, and the one of both together is tried first.
+                failcnt = _number(memory / "memory.failcnt") + _number(memory / "memory.memsw.failcnt")
                 oom_kills = _keyed_file(memory / "memory.oom_control").get("oom_kill", 0)
             else:
                 events = _keyed_file(memory / "memory.events")

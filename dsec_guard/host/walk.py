@@ -28,10 +28,14 @@ _PATH_CHUNK = 3500  # PATH_MAX is 4096 with its NUL; openat2 takes no longer one
 
 @dataclass(frozen=True)
 class WalkLimits:
-    """max_entries: of the whole walk. max_depth: of an entry, 1 for those in the root itself."""
+    """max_entries: of the whole walk. max_depth: of an entry, 1 for those in the root itself.
+
+    max_path_bytes: of all paths together, since a chain of long names makes every path below it long.
+    """
 
     max_entries: int = 100_000
     max_depth: int = 8192
+    max_path_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Walk:
     enter: Callable[[Entry], bool] | None = None
     skipped: list[tuple[bytes, str]] = field(default_factory=list)
     entries: int = 0
+    path_bytes: int = 0
 
     @property
     def truncated(self) -> bool:
@@ -90,7 +95,8 @@ class Walk:
                     continue
                 name = frame.names[frame.next]
                 frame.next += 1
-                if self.entries >= self.limits.max_entries:
+                self.path_bytes += len(frame.path) + len(name) + 1
+                if self.entries >= self.limits.max_entries or self.path_bytes > self.limits.max_path_bytes:
                     self.skipped.append((frame.path, "too_many"))
                     return
                 if frame.fd < 0 and not self._reopen(frame):
@@ -189,22 +195,19 @@ def open_beneath(root_fd: int, path: bytes, flags: int) -> int:
 
     A path longer than the kernel takes at once is walked in pieces. Raises OSError; EXDEV also for a leading slash.
     """
-    parts = path.split(b"/") if path else [b"."]
-    if path and any(part in (b"", b".", b"..") for part in parts):
+    framed = b"/" + path + b"/"
+    if path and (b"//" in framed or b"/./" in framed or b"/../" in framed):
         raise OSError(errno.EXDEV, "open_beneath: the path is not in normal form")
-    base = root_fd
+    base, rest = root_fd, path or b"."
     with contextlib.ExitStack() as held:
-        chunk: list[bytes] = []
-        length = 0
-        for part in parts[:-1]:
-            if length + len(part) + 1 > _PATH_CHUNK:
-                base = openat2(base, b"/".join(chunk), os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, resolve=BENEATH)
-                held.callback(os.close, base)
-                chunk, length = [], 0
-            chunk.append(part)
-            length += len(part) + 1
-        chunk.append(parts[-1])
-        return openat2(base, b"/".join(chunk), flags | os.O_NOFOLLOW, resolve=BENEATH)
+        while len(rest) > _PATH_CHUNK:
+            cut = rest.rfind(b"/", 0, _PATH_CHUNK)
+            if cut < 0:
+                raise OSError(errno.ENAMETOOLONG, "open_beneath: a name longer than any can be")
+            base = openat2(base, rest[:cut], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, resolve=BENEATH)
+            held.callback(os.close, base)
+            rest = rest[cut + 1:]
+        return openat2(base, rest, flags | os.O_NOFOLLOW, resolve=BENEATH)
 
 
 def open_regular(dir_fd: int, name: bytes) -> int:

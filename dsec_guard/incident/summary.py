@@ -59,6 +59,7 @@ def print_summary(outcome: RunOutcome, *, quiet: bool = False, report_file: Path
 def worth_saying(outcome: RunOutcome) -> bool:
     """Whether a quiet caller wants to know."""
     return bool(outcome.incidents or outcome.error or outcome.verdict.cls is not VerdictClass.CLEAN
+                or outcome.exit.reason in (ExitReason.NOT_FOUND, ExitReason.NOT_EXECUTABLE)
                 or outcome.write_back.state in ("withheld", "partial", "failed"))
 
 

@@ -81,9 +81,12 @@ class _Library:
             return 0
 
         self._keep = callback(keep)  # the library holds the bare pointer
-        c.libbpf_set_print.argtypes = [callback]
         c.libbpf_set_print.restype = ptr
-        c.libbpf_set_print(self._keep)
+
+    def listen(self) -> None:
+        """Have messages kept: the setting is the whole process's, and others silence it."""
+        self.lines.clear()
+        self.c.libbpf_set_print(self._keep)
 
     def fail(self, what: str, code: int) -> BpfError:
         code = abs(code) or errno.EIO
@@ -164,7 +167,7 @@ class BpfObject:
 
     def __init__(self, path: str) -> None:
         lib = _lib()
-        lib.lines.clear()
+        lib.listen()
         ctypes.set_errno(0)
         self._handle = lib.c.bpf_object__open_file(os.fsencode(path), None)
         if not self._handle:

@@ -7,7 +7,6 @@ program, which every task of the host pays for, is attached only while a box of 
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import select
@@ -64,8 +63,8 @@ class BoxConfig:
 
     box_id: inode number of its v2 directory. network: NETWORK_*. event_budget: evidence records of its whole life;
     context_budget: exec, fork and exit records; reserved_budget: critical records, and as many for protected objects,
-    beyond the event budget. watch_prefixes: absolute paths as seen inside, at most 24 of at most 64 bytes; looking for
-    something absent below one is reported.
+    beyond the event budget. watch_prefixes: absolute paths as seen inside; looking for something absent below one is
+    reported. Compared in the kernel: beyond 24 prefixes or 64 bytes they are shortened, so that more is reported.
     """
 
     box_id: int
@@ -111,12 +110,13 @@ class _Box:
     init_tgid: int = 0
     live: bool = False
     network: int = NETWORK_NONE
+    watches: int = 0
 
     def pack(self) -> bytes:
         c = self.config
         return struct.pack(
             wire.BOX.format, c.event_budget, c.context_budget, c.reserved_budget, int(c.level is Level.FULL), self.network,
-            self.phase, self.init_tgid, int(self.live), len(c.watch_prefixes),
+            self.phase, self.init_tgid, int(self.live), self.watches,
         )  # fmt: skip
 
 
@@ -296,12 +296,12 @@ class KernelMonitor:
         if config.box_id in self._boxes_of:
             raise MonitorError(f"box {config.box_id} is known already")
         key = _U64.pack(config.box_id)
-        box = _Box(config, network=config.network)
-        watches = wire.pack_watches(config.watch_prefixes)
+        watches = wire.fit_watches(config.watch_prefixes)
+        box = _Box(config, network=config.network, watches=len(watches))
         if config.level is Level.FULL:
             self._want_sys_exit(config.box_id)
         try:
-            self._watches.update(key, watches)
+            self._watches.update(key, wire.pack_watches(watches))
             self._stats.update(key, bytes(wire.STATS.size))
             self._boxes.update(key, box.pack())
         except BpfError as exc:
@@ -471,46 +471,22 @@ def _object_key(dev: int, ino: int) -> bytes:
     return struct.pack(wire.OBJECT_KEY.format, os.major(dev) << 20 | os.minor(dev), ino)
 
 
-_BPF_SYSCALL = 321
-_BPF_PROG_LOAD = 5
-_PROG_TYPE_LSM = 29
-_ATTACH_LSM_MAC = 27
-_RETURN_ZERO = struct.pack("<BBhi", 0xB7, 0, 0, 0) + struct.pack("<BBhi", 0x95, 0, 0, 0)  # r0 = 0; exit
-
-
 def lsm_loadable() -> tuple[bool, str]:
-    """Would the kernel take a BPF-LSM program, and would it be called? Tried by loading one that allows all; it is never
-    attached. Returns (yes or no, what was seen)."""
+    """Would the kernel take a BPF-LSM program, and would it be called? Returns (yes or no, what was seen).
+
+    This is where an optional BPF-LSM object belongs: loaded beside the first one when this says yes, never the only
+    layer for anything. Loading is tried by `host.probe`; a program that loads is still not called unless `bpf` is among
+    the active LSMs.
+    """
+    from dsec_guard.host.probe import probe  # rarely needed, and it brings much with it
+
+    feature = probe({"bpf_lsm"}).features["bpf_lsm"]
+    if not feature.works:
+        return False, feature.detail
     try:
-        libbpf: Any = ctypes.CDLL("libbpf.so.1")
-    except OSError as exc:
-        return False, f"libbpf.so.1 cannot be loaded: {exc}"
-    libbpf.libbpf_find_vmlinux_btf_id.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    btf_id = libbpf.libbpf_find_vmlinux_btf_id(b"file_open", _ATTACH_LSM_MAC)
-    if btf_id <= 0:
-        return False, f"kernel BTF names no bpf_lsm_file_open: {os.strerror(-btf_id)}"
-    code = ctypes.create_string_buffer(_RETURN_ZERO, len(_RETURN_ZERO))
-    licence = ctypes.create_string_buffer(b"GPL")
-    # union bpf_attr, BPF_PROG_LOAD: linux/bpf.h
-    attr = struct.pack(
-        "<IIQQIIQII16sIIIIQIIQIII", _PROG_TYPE_LSM, len(_RETURN_ZERO) // 8, ctypes.addressof(code), ctypes.addressof(licence),
-        0, 0, 0, 0, 0, b"dg_lsm_probe", 0, _ATTACH_LSM_MAC, 0, 0, 0, 0, 0, 0, 0, btf_id, 0,
-    )  # fmt: skip
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    buffer = ctypes.create_string_buffer(attr, len(attr))
-    fd = libc.syscall(ctypes.c_long(_BPF_SYSCALL), ctypes.c_long(_BPF_PROG_LOAD), buffer, ctypes.c_ulong(len(attr)))
-    if fd < 0:
-        code_number = ctypes.get_errno()
-        return False, f"loading a BPF-LSM program: {errno.errorcode.get(code_number, code_number)}"
-    os.close(fd)
-    try:
-        active = Path("/sys/kernel/security/lsm").read_text(encoding="ascii")
+        active = Path("/sys/kernel/security/lsm").read_text(encoding="ascii").strip()
     except OSError as exc:
         return True, f"a program loads; the list of active LSMs cannot be read: {exc.strerror}"
     if "bpf" not in active.split(","):
-        return (
-            False,
-            f"a program loads, but `bpf` is not among the active LSMs ({active.strip()}): boot with lsm=...,bpf",
-        )
+        return False, f"a program loads, but `bpf` is not an active LSM ({active}): boot with lsm={active},bpf"
     return True, "a program loads and `bpf` is an active LSM"

@@ -6,8 +6,9 @@ kernel but their text and buffers come from the agent; a record that does not fi
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
@@ -427,17 +428,38 @@ def pack_config(ancestor_level: int, fail_closed: bool, classes: list[int], clas
 CONFIG_SIZE = struct.calcsize(f"<II{2 * SYSCALLS}I")
 
 
-def pack_watches(prefixes: tuple[bytes, ...]) -> bytes:
-    """struct dg_watch: the prefixes' bytes, then the masks that say which bytes count."""
-    if len(prefixes) > WATCHES:
-        raise ValueError(f"at most {WATCHES} watch prefixes, got {len(prefixes)}")
-    words, masks = bytearray(), bytearray()
-    for prefix in prefixes:
-        if not prefix.startswith(b"/") or len(prefix) > WATCH_BYTES:
-            raise ValueError(f"a watch prefix is absolute and at most {WATCH_BYTES} bytes, got {prefix!r}")
-        words += prefix.ljust(WATCH_BYTES, b"\0")
-        masks += (b"\xff" * len(prefix)).ljust(WATCH_BYTES, b"\0")
-    return bytes(words).ljust(WATCHES * WATCH_BYTES, b"\0") + bytes(masks).ljust(WATCHES * WATCH_BYTES, b"\0")
+def fit_watches(prefixes: Iterable[bytes]) -> tuple[bytes, ...]:
+    """At most WATCHES prefixes of at most WATCH_BYTES bytes that cover all of the given ones, and as little more as that
+    allows: long ones are cut, ones below another are dropped, and the two most alike are joined until they fit.
+
+    Raises: ValueError for a prefix that is not absolute.
+    """
+    found: list[bytes] = []
+    for prefix in sorted(set(prefixes)):
+        if not prefix.startswith(b"/"):
+            raise ValueError(f"a watch prefix is an absolute path, got {prefix!r}")
+        # In sorted order, a prefix of this one is the last that was kept.
+        if not found or not prefix[:WATCH_BYTES].startswith(found[-1]):
+            found.append(prefix[:WATCH_BYTES])
+    while len(found) > WATCHES:
+        shared = [_shared(a, b) for a, b in itertools.pairwise(found)]
+        at = max(range(len(shared)), key=lambda i: len(shared[i]))
+        found[at : at + 2] = [shared[at]]
+    return tuple(found)
+
+
+def _shared(one: bytes, other: bytes) -> bytes:
+    """The bytes both start with; not whole path components, as the kernel does not compare those either."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return bytes(a for a, _ in same)
+
+
+def pack_watches(fitted: tuple[bytes, ...]) -> bytes:
+    """struct dg_watch of what `fit_watches` gave: the prefixes' bytes, then the masks that say which bytes count."""
+    words = b"".join(prefix.ljust(WATCH_BYTES, b"\0") for prefix in fitted)
+    masks = b"".join((b"\xff" * len(prefix)).ljust(WATCH_BYTES, b"\0") for prefix in fitted)
+    half = WATCHES * WATCH_BYTES
+    return words.ljust(half, b"\0") + masks.ljust(half, b"\0")
 
 
 WATCH_SIZE = 2 * WATCHES * WATCH_BYTES

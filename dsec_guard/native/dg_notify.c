@@ -23,7 +23,7 @@
 
 /*
  * Which arguments of a call say what it was about. Positions are argument numbers, DG_AT_NONE where there is none.
- * data: a buffer of data_len bytes, or, where data_len is negative, of as many as argument -data_len says.
+ * data: a buffer of data_len bytes; 0: a string; negative: as many bytes as argument -data_len says.
  */
 struct dg_call_shape {
 	int16_t nr;
@@ -62,7 +62,7 @@ static const struct dg_call_shape dg_shapes[] = {
 	{ SYS_mkdirat, 0, 1, N, N, 0 },
 	{ SYS_mknod, N, 0, N, N, 0 },
 	{ SYS_mknodat, 0, 1, N, N, 0 },
-	{ SYS_mount, N, 1, 0, 2, 32 },
+	{ SYS_mount, N, 1, 0, 2, 0 },
 	{ SYS_mount_setattr, 0, 1, N, 3, -4 },
 	{ SYS_move_mount, 0, 1, 3, N, 0 },
 	{ SYS_name_to_handle_at, 0, 1, N, N, 0 },
@@ -204,7 +204,10 @@ static void dg_read_arguments(struct dg_notify *n, const struct dg_watch *watch,
 	if (shape->path2 >= 0)
 		filled.path2_len = dg_task_string(mem_fd, args[shape->path2], filled.path2, sizeof(filled.path2),
 						  &filled.flags);
-	if (shape->data >= 0)
+	if (shape->data >= 0 && shape->data_len == 0)
+		filled.data_len = dg_task_string(mem_fd, args[shape->data], (char *)filled.data, sizeof(filled.data),
+						 &filled.flags);
+	else if (shape->data >= 0)
 		filled.data_len = dg_task_bytes(mem_fd, args[shape->data],
 						shape->data_len < 0 ? args[-shape->data_len] : (uint64_t)shape->data_len,
 						&filled);

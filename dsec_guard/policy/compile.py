@@ -111,16 +111,11 @@ def compile_policy(policy: Policy, features: HostFeatures, *, workspace: str = "
         agent_uid=0 if root else AGENT_UID,
         agent_gid=0 if root else AGENT_UID,
         caps=ROOT_CAPS if root else 0,
-        home=inside_home(policy),
+        home=policy.home,
         layers=layers,
         notes=decided.notes,
     )
     return _with_digest(result)
-
-
-def inside_home(policy: Policy) -> str:
-    """HOME of the agent's command: the policy's, else the usual one of its user."""
-    return policy.environment.get("HOME") or ("/root" if policy.user is User.ROOT else "/home/agent")
 
 
 def _refuse_network(policy: Policy) -> None:
@@ -229,7 +224,7 @@ def grants_of(policy: Policy, workspace: str) -> tuple[tuple[str, FsRight], ...]
     grants += [(path, READ) for path in ("/sys", *(h.path for h in answers.hidden), *(s.path for s in answers.environment_state))]
     # /proc/self/{oom_score_adj,comm,...}; what concerns the host there is masked or on a read-only mount.
     grants += [("/proc", WRITE_FILE), ("/dev", WRITE_FILE | FsRight.IOCTL_DEV), ("/dev/shm", FULL)]
-    grants += [(path, FULL) for path in (*files.write, *files.temporary, inside_home(policy), *((target,) if target else ()))]
+    grants += [(path, FULL) for path in (*files.write, *files.temporary, policy.home, *((target,) if target else ()))]
     return tuple(grants)
 
 

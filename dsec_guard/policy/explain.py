@@ -14,7 +14,7 @@ from dsec_guard.host.landlock import FsRight
 from dsec_guard.host.seccomp import ArgTest
 from dsec_guard.host.syscall_table import X86_64
 from dsec_guard.model import Level
-from dsec_guard.policy.compile import grants_of, inside_home
+from dsec_guard.policy.compile import grants_of
 from dsec_guard.policy.profile import decide, load_floor
 from dsec_guard.policy.schema import HiddenStyle, Policy
 from dsec_guard.policy.tighten import fixed_part, is_within
@@ -100,7 +100,7 @@ def _source(policy: Policy, root: str, workspace: str) -> tuple[str, str]:
     for i, bind in enumerate(policy.filesystem.binds):
         if root == bind.target:
             return f"filesystem.binds.{i}", f"{root} shows {bind.source} of the host, read-only"
-    if root == inside_home(policy):
+    if root == policy.home:
         return "environment.HOME", "the home directory, the box's own"
     return "filesystem.root", f"{root} is part of every box"
 

@@ -271,6 +271,8 @@ def _check_sense(policy: Policy, file: str, problems: list[str]) -> None:
     root = policy.filesystem.root
     if (root.kind is RootKind.DIRECTORY) != (root.path is not None):
         problem("filesystem.root", "kind directory and path belong together: {kind: directory, path: /a/root}, or {kind: host}")
+    if not policy.home.startswith("/") or policy.home.startswith("//") or os.path.normpath(policy.home) != policy.home:
+        problem("environment.HOME", f"{_show(policy.home)} is no plain absolute path: an absolute path inside the box")
     order = list(Outcome)
     for cls, row in policy.penalties.items():
         for better, worse in itertools.pairwise(order):

@@ -243,6 +243,11 @@ class Policy(Model):
     # Dotted key -> `file:line:col` of the file that decided it; left out of equality of content (compare digests).
     _places: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
+    @property
+    def home(self) -> str:
+        """HOME inside: the environment's, else the usual one of the user."""
+        return self.environment.get("HOME") or ("/root" if self.user is User.ROOT else "/home/agent")
+
     def place(self, key: str) -> str:
         """`file:line:col` of `key` or of the nearest part of the policy around it; `default` where nothing was written."""
         while key:

@@ -2,7 +2,9 @@
 
 Bounds may shrink, refusals may grow, and nothing becomes readable, writable or reachable that the parent kept away.
 Judgement (mode, detectors, penalties, monitor level) and placement (workspace target, environment literals,
-deliverables) are the author's own: they bind nothing. docs/policy.md has the same table for users.
+deliverables) are the author's own: they bind nothing. One thing is added on purpose: the state of a task's environment
+(`answers.environment_state`), which is named with it, read-only, and never something that the parent hides.
+docs/policy.md has the same table for users.
 """
 
 from __future__ import annotations
@@ -104,11 +106,12 @@ def _filesystem(parent: Policy, child: Policy) -> Iterator[Violation]:
             if hit:
                 yield Violation(f"filesystem.{key}", f"{path} would make {hit[0]} writable, which the parent only reads",
                                 "paths apart from what the parent reads")
-    target = child.workspace.target
-    hit = [root for root in read_only if is_within(target, root) or is_within(root, target)]
-    if target != parent.workspace.target and hit:
-        yield Violation("workspace.target", f"{target} would make {hit[0]} writable, which the parent only reads",
-                        "a place apart from what the parent reads")
+    for key, target, before in (("workspace.target", child.workspace.target, parent.workspace.target),
+                                ("environment.HOME", child.home, parent.home)):
+        hit = [root for root in read_only if is_within(target, root) or is_within(root, target)]
+        if target != before and hit:
+            yield Violation(key, f"{target} would make {hit[0]} writable, which the parent only reads",
+                            "a place apart from what the parent reads")
 
 
 def _answers(parent: Policy, child: Policy) -> Iterator[Violation]:
@@ -120,6 +123,11 @@ def _answers(parent: Policy, child: Policy) -> Iterator[Violation]:
         if pattern not in known and hit:
             yield Violation("answers.allowed_reads", f"{pattern} would open {hit[0]}, which the parent hides",
                             "patterns apart from what the parent hides")
+    for state in new.environment_state:
+        hit = [h.path for h in old.hidden if is_within(state.path, h.path) or is_within(h.path, state.path)]
+        if state not in old.environment_state and hit:
+            yield Violation("answers.environment_state", f"{state.path} would open {hit[0]}, which the parent hides",
+                            "places apart from what the parent hides")
     for key in ("repository", "package"):
         if getattr(old, key) is not None and getattr(new, key) != getattr(old, key):
             yield Violation(f"answers.{key}", "differs from the parent's", "the parent's, or leave it out")

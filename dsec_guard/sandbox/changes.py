@@ -117,6 +117,7 @@ class Layers:
     upper_fd: int
     lower_fd: int
     shown: dict[bytes, bool] = field(default_factory=dict)
+    only_upper: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.shown[b""] = self.lower_fd >= 0
@@ -132,7 +133,7 @@ class Layers:
 
     def raw_lower_stat(self, path: bytes) -> os.stat_result | None:
         """lstat of what the lower has at `path`, shown or not."""
-        if self.lower_fd < 0:
+        if self.lower_fd < 0 or parent_of(path) in self.only_upper:
             return None
         try:
             handle = open_beneath(self.lower_fd, path, os.O_PATH)
@@ -147,6 +148,8 @@ class Layers:
 
     def enter(self, entry: Entry) -> bool:
         """Note what shows below the upper directory `entry`; returns whether it is opaque over a lower directory."""
+        if self.raw_lower_stat(entry.path) is None:
+            self.only_upper.add(entry.path)
         lower = self.lower_stat(entry.path)
         covers = lower is not None and stat.S_ISDIR(lower.st_mode)
         opaque = False
@@ -468,6 +471,8 @@ class _Inspection:
         A pyvenv.cfg laid beside other files does not make them a virtual environment's.
         """
         parts = path.split(b"/")
+        if _VENV_PARTS.isdisjoint(parts):
+            return False
         for depth in range(len(parts)):
             if parts[depth] not in _VENV_PARTS:
                 continue

@@ -178,8 +178,8 @@ class RawOpen:
     """A marked file was about to be opened, and was let through.
 
     Numbers as the host sees them (uid: in the initial user namespace). dev: st_dev as of fstat(2). mask: fanotify bits.
-    path: the file's name as the kernel shows it, in the opener's mount tree (hostile bytes, as comm). nr, args: the call the opener was held in, nr -1
-    where unknown. tgid, ppid, uid are 0 and comm empty when `vanished`.
+    path: the file's name as the kernel shows it, in the opener's mount tree (hostile bytes, as comm). nr, args: the call
+    the opener was held in, nr -1 where unknown. tgid, ppid, uid are 0 and comm empty when `vanished`.
     """
 
     box_id: int

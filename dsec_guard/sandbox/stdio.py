@@ -35,6 +35,8 @@ DROP_WINDOW_S = 0.02         # beyond the limit at most DROP_BYTES are read per 
 DROP_BYTES = 4 << 20
 BACKGROUND_RETRY_MS = 250
 DEFAULT_WINDOW = (24, 80)
+TIOCSPTLCK = 0x40045431
+TIOCGPTPEER = 0x5441         # not in termios before Python 3.13
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -242,6 +244,21 @@ class RawTerminal:
         self.restore()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def open_pty_of(root_fd: int) -> tuple[int, int]:
+    """A pty pair of the devpts instance at dev/pts below `root_fd`; no name of the box is followed further than that.
+
+    Returns: master and slave, close-on-exec. Raises: OSError. Source: pts(4), ioctl_tty(2), TIOCGPTPEER.
+    """
+    master = os.open("dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root_fd)
+    try:
+        fcntl.ioctl(master, TIOCSPTLCK, struct.pack("i", 0))
+        slave = fcntl.ioctl(master, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    except BaseException:
+        os.close(master)
+        raise
+    return master, slave
 
 
 def window_size(fd: int) -> tuple[int, int]:
@@ -514,15 +531,16 @@ class BoxIO:
 
     # ---- set-up
 
-    def prepare(self, *, limit_bytes: int, owner: tuple[int, int]) -> tuple[int, int, int]:
+    def prepare(self, *, limit_bytes: int, owner: tuple[int, int], root_fd: int = -1) -> tuple[int, int, int]:
         """Make the box's ends of the streams.
 
         limit_bytes: how much of each of stdout and stderr passes. owner: *host* uid and gid of the command's user; the
-        pipes become its own, so that opening /dev/stdout inside works.
+        pipes become its own, so that opening /dev/stdout inside works. root_fd: the box's root; a pty then comes from
+        the box's own devpts, where its name and its Landlock rules are, else from the host's.
         Returns: three descriptors for ExecRequest.stdio, owned by this object until `start`.
         """
         if self.tty:
-            return self._prepare_pty(limit_bytes, owner)
+            return self._prepare_pty(limit_bytes, owner, root_fd)
         stdin_r, stdin_w = os.pipe2(os.O_CLOEXEC)
         self._box_ends.append(stdin_r)
         os.set_blocking(stdin_w, False)
@@ -536,8 +554,8 @@ class BoxIO:
             self._outputs[name] = _Output(read_end, _sink_for(to), limit_bytes)
         return self._box_ends[0], self._box_ends[1], self._box_ends[2]
 
-    def _prepare_pty(self, limit_bytes: int, owner: tuple[int, int]) -> tuple[int, int, int]:
-        master, slave = os.openpty()
+    def _prepare_pty(self, limit_bytes: int, owner: tuple[int, int], root_fd: int) -> tuple[int, int, int]:
+        master, slave = os.openpty() if root_fd < 0 else open_pty_of(root_fd)
         self._master = master
         self._held += [master, slave]  # our slave keeps the line up while nobody inside has it open
         os.set_blocking(master, False)

@@ -43,7 +43,7 @@ PACK_SCHEMA = "dsec-guard/changes/v1"
 _STAGE_PREFIX = b".dsec-guard-"
 _COPY_BLOCK = 1 << 20
 _FSYNC_EACH = 64
-_SYSTEM_DIRS = (b"/usr/", b"/bin/", b"/sbin/", b"/lib/", b"/lib64/", b"/etc/", b"/opt/")
+_SYSTEM_DIRS = (b"/usr/", b"/bin/", b"/sbin/", b"/lib/", b"/lib64/")
 _MAX_MANIFEST = 256 << 20
 
 
@@ -482,7 +482,14 @@ class _Application:
     # ------------------------------------------------------------------------------------------------ conflicts
 
     def conflicts(self) -> set[bytes]:
-        return {path for change in self.planned.changes for path in self._conflict(change)}
+        # What stands below something that goes anyway is judged by that.
+        going = {change.path for change in self.planned.changes if change.kind == "remove"}
+
+        def below_going(path: bytes) -> bool:
+            return any(path.startswith(top + b"/") for top in going) if going else False
+
+        return {path for change in self.planned.changes if not below_going(change.path)
+                for path in self._conflict(change)}
 
     def _conflict(self, change: Change) -> Iterator[bytes]:
         try:

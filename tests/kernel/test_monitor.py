@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -241,7 +242,7 @@ def test_unknown_box_and_double_box_are_errors(yard: Yard) -> None:
 def test_refused_privileged_calls_show_with_their_arguments_and_result(yard: Yard) -> None:
     yard.box()
     yard.python(f"""
-        assert call({X86_64["mount"]}, b"proc", b"/mnt/x", b"proc", 6, 0) == -1
+        assert call({X86_64["mount"]}, b"proc", b"/mnt", b"proc", 6, 0) == -1
         assert call({X86_64["unshare"]}, 0x00020000) == -1
         assert call({X86_64["ptrace"]}, 16, 1, 0, 0) == -1
         assert call({X86_64["setns"]}, 0, 0) == -1
@@ -249,7 +250,7 @@ def test_refused_privileged_calls_show_with_their_arguments_and_result(yard: Yar
         assert call(400) == -1
     """)
     (mount,) = yard.calls("mount")
-    assert (mount.path, mount.path2, bytes.fromhex(mount.data), mount.flags, mount.errno) == ("/mnt/x", "proc", b"proc", 6, 1)
+    assert (mount.path, mount.path2, bytes.fromhex(mount.data), mount.flags, mount.errno) == ("/mnt", "proc", b"proc", 6, 1)
     assert (mount.uid, mount.comm[:6], mount.abi, mount.source) == (NOBODY, "python", Abi.X64, Source.SYS_EXIT)
     (unshare,) = yard.calls("unshare")
     assert (unshare.flags, unshare.errno) == (0x20000, 1)
@@ -278,8 +279,7 @@ def test_debugging_a_child_is_one_event_and_an_x32_number_shows_its_bit(yard: Ya
     yard.python(f"""
         pid = os.fork()
         if pid == 0:
-            os.read(0, 1)
-            os._exit(0)
+            libc.pause()
         assert call({X86_64["ptrace"]}, 16, pid, 0, 0) == 0
         os.waitpid(pid, 0)
         for _ in range(20):
@@ -310,6 +310,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path.chmod(0o777)
     yield path
     shutil.rmtree(path)
+
+
+def _filesystem(path: Path) -> str:
+    return subprocess.run(["stat", "-f", "-c", "%T", path], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_32_bit_entry_is_told_apart_and_its_open_of_a_protected_file_is_seen(yard: Yard, shared: Path) -> None:
@@ -366,7 +370,7 @@ def test_refused_relative_open_shows_the_directory_the_kernel_used(yard: Yard, s
 
 def test_directory_below_a_mount_of_its_own_is_named_through_it(yard: Yard, shared: Path) -> None:
     yard.box()
-    # As root, to make the mount in a namespace of its own; the open is refused by O_EXCL-less EROFS.
+    # As root, to make the mount in a namespace of its own; it is read-only in the end, so the open is refused.
     yard.python(f"""
         assert libc.unshare(0x20000) == 0
         assert libc.mount(b"none", b"/", None, 0x44000, None) == 0
@@ -385,9 +389,10 @@ def test_directory_below_a_mount_of_its_own_is_named_through_it(yard: Yard, shar
 
 @pytest.mark.parametrize("how", ["plain", "hard link", "symlink", "proc root", "dot dot", "O_PATH", "exec", "open_by_fd"])
 def test_protected_inode_is_seen_under_every_name(yard: Yard, shared: Path, how: str) -> None:
+    if how == "hard link" and _filesystem(shared) == "overlayfs":
+        pytest.skip("an overlay without index=on gives a linked file another inode")
     secret = shared / "key"
-    secret.write_text("#!/bin/true\n")
-    secret.chmod(0o755)
+    shutil.copy("/bin/true", secret)
     os.link(secret, shared / "hard")
     (shared / "sub").mkdir()
     (shared / "soft").symlink_to("key")
@@ -396,7 +401,7 @@ def test_protected_inode_is_seen_under_every_name(yard: Yard, shared: Path, how:
     names = {"hard link": "hard", "symlink": "soft", "proc root": f"/proc/self/root{secret}", "dot dot": "sub/../key",
              "open_by_fd": "key"}
     if how == "exec":
-        yard.run(shared / "hard", want=None)
+        yard.run(shared / "hard")
     elif how == "O_PATH":
         yard.python("os.open('key', os.O_PATH)", cwd=shared)
     elif how == "open_by_fd":
@@ -476,12 +481,10 @@ def test_ioctl_of_the_list_shows_with_the_file_behind_the_descriptor(yard: Yard)
     yard.python("""
         import fcntl
         m, s = os.openpty()
-        name = os.ttyname(s)
         try:
             fcntl.ioctl(s, 0x5412, b"x")
         except OSError:
             pass
-        print(name, end="")
     """)
     (pushed,) = [e for e in yard.calls("ioctl") if e.args[1] == 0x5412]
     assert pushed.path.startswith("/dev/pts/")
@@ -539,7 +542,8 @@ def test_refused_datagrams_show_what_they_carried(yard: Yard) -> None:
     yard.python("""
         import socket
         s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        for send in (lambda: s.sendto(b"secret-1", ("198.51.100.1", 53)), lambda: s.sendmsg([b"secret-2"], [], 0, ("198.51.100.2", 9))):
+        for send in (lambda: s.sendto(b"secret-1", ("198.51.100.1", 53)),
+                     lambda: s.sendmsg([b"secret-2"], [], 0, ("198.51.100.2", 9))):
             try:
                 send()
             except PermissionError:
@@ -647,8 +651,7 @@ def test_signal_out_of_the_box_is_evidence_and_one_within_is_counted(yard: Yard)
         yard.python(f"""
             pid = os.fork()
             if pid == 0:
-                os.read(0, 1)
-                os._exit(0)
+                libc.pause()
             os.kill(pid, 15)
             os.waitpid(pid, 0)
             os.kill({outside.pid}, 15)
@@ -780,7 +783,7 @@ def test_each_process_of_init_is_the_next_command_and_descendants_belong_to_it(y
     words = (sys.executable, "-I", "-S", "-c", textwrap.dedent("""
         import os, sys
         sys.stdin.readline()
-        os.chroot  # init itself is not reported: the next call would be
+        # init itself is not reported
         try:
             os.chroot("/")
         except PermissionError:
@@ -931,8 +934,6 @@ def test_cold_box_has_hooks_and_tracepoints_but_no_system_calls(yard: Yard) -> N
 
 
 def test_evidence_wakes_the_reader_and_context_does_not(yard: Yard) -> None:
-    import select
-
     yard.box()
     reader = select.poll()
     reader.register(yard.monitor.fileno(), select.POLLIN)

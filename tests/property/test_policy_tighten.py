@@ -28,24 +28,31 @@ paths = st.lists(st.sampled_from(PLACES), max_size=3, unique=True)
 words = st.sampled_from([w.value for w in NetworkWord])
 fragments = st.fixed_dictionaries({}, optional={
     "limits": st.fixed_dictionaries({}, optional={
-        "memory": st.sampled_from(["64MiB", "1GiB", "4GiB"]), "pids": st.integers(4, 600), "wall_time": st.sampled_from(["10s", "2h"]),
-        "cpus": st.sampled_from([0.5, 1, 2])}),
+        "memory": st.sampled_from(["64MiB", "1GiB", "4GiB"]), "pids": st.integers(4, 600),
+        "wall_time": st.sampled_from(["10s", "2h"]), "cpus": st.sampled_from([0.5, 1, 2])}),
     "filesystem": st.fixed_dictionaries({}, optional={
         "read": paths, "write": paths, "temporary": paths,
-        "binds": st.lists(st.builds(lambda s, t: {"source": s, "target": t}, st.sampled_from(PLACES), st.sampled_from(["/b", "/usr"])), max_size=1)}),
+        "binds": st.lists(st.fixed_dictionaries({"source": st.sampled_from(PLACES), "target": st.sampled_from(["/b", "/usr"])}),
+                          max_size=1)}),
     "workspace": st.fixed_dictionaries({"target": st.sampled_from(["same", "/workspace", "/usr/src", "/data"])}),
+    "environment": st.fixed_dictionaries({"HOME": st.sampled_from(PLACES)}),
     "network": words,
     "phases": st.dictionaries(st.sampled_from([p.value for p in Phase]), st.fixed_dictionaries({"network": words}), max_size=2),
     "syscalls": st.fixed_dictionaries({}, optional={
         "allow": st.lists(st.sampled_from(CALLS), max_size=2, unique=True), "io_uring": st.booleans(),
         "deny": st.lists(st.builds(lambda n: {"name": n}, st.sampled_from(CALLS)), max_size=2)}),
-    "landlock": st.fixed_dictionaries({}, optional={"enabled": st.booleans(), "connect_tcp": st.lists(st.sampled_from([80, 443]), max_size=2)}),
+    "landlock": st.fixed_dictionaries({}, optional={
+        "enabled": st.booleans(), "connect_tcp": st.lists(st.sampled_from([80, 443]), max_size=2)}),
     "answers": st.fixed_dictionaries({}, optional={"hidden": paths, "environment_state": paths}),
     "user": st.sampled_from(["agent", "root"]),
     "if_unsupported": st.sampled_from(["refuse", "degrade"]),
     "children_may": st.lists(st.sampled_from(["root", "degrade"]), max_size=2, unique=True),
     "pass_environment": st.lists(st.sampled_from(["TERM", "LC_*", "LC_ALL", "SECRET"]), max_size=3, unique=True),
 })
+
+
+def below(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
 
 
 def load(directory: Path, name: str, content: dict[str, object]) -> Policy | None:
@@ -83,11 +90,17 @@ def test_an_accepted_child_allows_no_more(parent_content, child_content):
     assert allowed_calls(child) <= allowed_calls(parent)
     extra = allowed_paths(child) - allowed_paths(parent)
     # What the parent left out altogether may become the box's own scratch space or workspace: nothing of the host shows.
-    own = [*child.filesystem.write, *child.filesystem.temporary, child.workspace.target]
-    kept = [*parent.filesystem.read, *(s.path for s in parent.answers.environment_state), *(h.path for h in parent.answers.hidden)]
+    # The state of a task's environment may be added, read-only.
+    own = [*child.filesystem.write, *child.filesystem.temporary, child.workspace.target, child.home]
+    added = [s.path for s in child.answers.environment_state]
+    extra = {(path, op) for path, op in extra if op != "read" or not any(below(path, a) for a in added)}
+    new = [a for a in added if a not in [s.path for s in parent.answers.environment_state]]
+    assert not [a for a in new for h in parent.answers.hidden if below(a, h.path)]
+    answers = parent.answers
+    kept = [*parent.filesystem.read, *(s.path for s in answers.environment_state), *(h.path for h in answers.hidden)]
     for path, op in extra:
-        assert any(path == o or path.startswith(o.rstrip("/") + "/") for o in own), (path, op)
-        assert not any(path == k or path.startswith(k + "/") for k in kept if k != "/"), (path, op)
+        assert any(below(path, o) for o in own), (path, op)
+        assert not any(below(path, k) for k in kept if k != "/"), (path, op)
     assert not (child.landlock.enabled < parent.landlock.enabled)
     assert set(child.children_may) <= set(parent.children_may)
 

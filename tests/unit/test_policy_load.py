@@ -1,5 +1,7 @@
 """Policy files: what is accepted, and how each mistake is reported."""
 
+# ruff: noqa: E501  (messages stay on one line, so that they can be searched for)
+
 from __future__ import annotations
 
 import os
@@ -59,43 +61,31 @@ penalties: {answer_peek: {attempted: -0.25, succeeded: -1}}
     ("limits: {memory: 1KiB}", "FILE:2:18: limits.memory: 1KiB is out of range: a size with a unit such as 512MiB or 2GiB, at least 16MiB"),
     ("limits: {pids: lots}", "FILE:2:16: limits.pids: got lots: want a whole number >= 4"),
     ("limits: {pids: 0755}", "FILE:2:16: limits.pids: got 0755 (YAML 1.1 reads 0755 as the octal number 493): want a whole number >= 4"),
-    ("limits: {wall_time: 1:30}", "FILE:2:21: limits.wall_time: got 1:30 (YAML 1.1 reads 1:30 as 90, minutes and seconds): "
-                                  "want a time with a unit such as 1500ms, 90s, 30min or 2h, at least 100ms"),
-    ("limits: {wall_time: 90}", "FILE:2:21: limits.wall_time: 90 has no unit: a time with a unit such as 1500ms, 90s, 30min or 2h; "
-                                "90 seconds is 90s"),
+    ("limits: {wall_time: 1:30}", "FILE:2:21: limits.wall_time: got 1:30 (YAML 1.1 reads 1:30 as 90, minutes and seconds): want a time with a unit such as 1500ms, 90s, 30min or 2h, at least 100ms"),
+    ("limits: {wall_time: 90}", "FILE:2:21: limits.wall_time: 90 has no unit: a time with a unit such as 1500ms, 90s, 30min or 2h; 90 seconds is 90s"),
     ("network: no", "FILE:2:10: network: no is not known (YAML 1.1 reads no as false): none | allowlist | open (did you mean none?)"),
     ("mode: enforec", "FILE:2:7: mode: enforec is not known: enforce | observe (did you mean enforce?)"),
     ("landlock: {enabled: yes}", "FILE:2:21: landlock.enabled: got yes: want true or false"),
-    ("limits: {memroy: 2GiB}", "FILE:2:10: limits.memroy: unknown key: one of memory, shm, pids, cpus, disk, files, file_size, open_files, "
-                               "ptys, output, wall_time, events (did you mean memory?)"),
+    ("limits: {memroy: 2GiB}", "FILE:2:10: limits.memroy: unknown key: one of memory, shm, pids, cpus, disk, files, file_size, open_files, ptys, output, wall_time, events (did you mean memory?)"),
     ("mode: enforce\nmode: observe", "FILE:3:1: mode: written twice (first on line 2): each key once"),
-    ("limits: [1]", "FILE:2:9: limits: is a list: a mapping with memory, shm, pids, cpus, disk, files, file_size, open_files, ptys, "
-                    "output, wall_time, events"),
+    ("limits: [1]", "FILE:2:9: limits: is a list: a mapping with memory, shm, pids, cpus, disk, files, file_size, open_files, ptys, output, wall_time, events"),
     ("deliverables: /out", "FILE:2:15: deliverables: is the plain value /out: a list such as [a, b]"),
-    ("deliverables: [out]", "FILE:2:16: deliverables.0: out is no plain absolute path: an absolute path inside the box, where *, ? "
-                            "and ** may stand, for instance /out"),
-    ("filesystem: {write: [/a/../b]}", "FILE:2:22: filesystem.write.0: /a/../b is no plain absolute path: an absolute path inside the "
-                                       "box, for instance /b"),
-    ("syscalls: {deny: [{name: mounnt}]}", "FILE:2:26: syscalls.deny.0.name: mounnt is not known: the name of a system call "
-                                           "(did you mean mount?)"),
-    ("syscalls: {deny: [{name: mount, errno: EPREM}]}", "FILE:2:40: syscalls.deny.0.errno: EPREM is not known: an error name such as "
-                                                        "EPERM or ENOSYS (did you mean EPERM?)"),
+    ("deliverables: [out]", "FILE:2:16: deliverables.0: out is no plain absolute path: an absolute path inside the box, where *, ? and ** may stand, for instance /out"),
+    ("filesystem: {write: [/a/../b]}", "FILE:2:22: filesystem.write.0: /a/../b is no plain absolute path: an absolute path inside the box, for instance /b"),
+    ("syscalls: {deny: [{name: mounnt}]}", "FILE:2:26: syscalls.deny.0.name: mounnt is not known: the name of a system call (did you mean mount?)"),
+    ("syscalls: {deny: [{name: mount, errno: EPREM}]}", "FILE:2:40: syscalls.deny.0.errno: EPREM is not known: an error name such as EPERM or ENOSYS (did you mean EPERM?)"),
     ("syscalls: {profile: nosuch}", "FILE:2:21: syscalls.profile: 'nosuch' is no profile: default, or a path to a YAML or OCI JSON file"),
     ("name: x", "FILE:2:1: name: set by the loader, not written in a file"),
     ("description: 12", "FILE:2:14: description: 12 is no text (YAML 1.1 reads it as int): a text; put quotes around it if it is meant so"),
     ("mode:", "FILE:2:6: mode: has no value: enforce | observe"),
-    ("penalties: {answer_peek: {attempted: 0.5}}", "FILE:2:38: penalties.answer_peek.attempted: 0.5 is out of range: a number >= -1000 "
-                                                   "and <= 0"),
-    ("penalties: {answer_peek: {attempted: -1, succeeded: -0.5}}", "FILE:2:53: penalties.answer_peek.succeeded: -0.5 is milder than "
-                                                                   "attempted (-1): at most -1"),
-    ("penalties: {answer_peak: {}}", "FILE:2:13: penalties.answer_peak: answer_peak is not known: escape_attempt | answer_peek | tamper | "
-                                     "exfiltration | system_crash (did you mean answer_peek?)"),
+    ("penalties: {answer_peek: {attempted: 0.5}}", "FILE:2:38: penalties.answer_peek.attempted: 0.5 is out of range: a number >= -1000 and <= 0"),
+    ("penalties: {answer_peek: {attempted: -1, succeeded: -0.5}}", "FILE:2:53: penalties.answer_peek.succeeded: -0.5 is milder than attempted (-1): at most -1"),
+    ("penalties: {answer_peak: {}}", "FILE:2:13: penalties.answer_peak: answer_peak is not known: escape_attempt | answer_peek | tamper | exfiltration | system_crash (did you mean answer_peek?)"),
     ("answers: {repository: {base: HEAD}}", "FILE:2:23: answers.repository: path is missing: a mapping with path, base"),
-    ("filesystem: {root: {kind: directory}}", "FILE:2:20: filesystem.root: kind directory and path belong together: "
-                                              "{kind: directory, path: /a/root}, or {kind: host}"),
-    ("mode: !!python/object:os.system x", "FILE:2:7: the tag tag:yaml.org,2002:python/object:os.system is not accepted: plain YAML "
-                                          "without tags"),
+    ("filesystem: {root: {kind: directory}}", "FILE:2:20: filesystem.root: kind directory and path belong together: {kind: directory, path: /a/root}, or {kind: host}"),
+    ("mode: !!python/object:os.system x", "FILE:2:7: the tag tag:yaml.org,2002:python/object:os.system is not accepted: plain YAML without tags"),
     ("environment: {'A B': x}", "FILE:2:15: environment.A B: A B is no name of an environment variable: letters, digits and _"),
+    ("environment: {HOME: home}", "FILE:2:21: environment.HOME: home is no plain absolute path: an absolute path inside the box"),
     ("limits: &l {pids: 8}\nphases: {<<: *l}", "FILE:3:10: phases: merge keys (<<) are not accepted: write the values out, or use `extends`"),
 ])
 def test_each_mistake_is_reported_with_its_place(tmp_path, text, expected):
@@ -218,10 +208,12 @@ def test_mistakes_of_a_parent_are_reported_at_the_parent(tmp_path):
     ("filesystem: {read: [/usr]}", "filesystem: {temporary: [/]}", "filesystem.temporary"),
     ("filesystem: {read: [/usr]}", "filesystem: {binds: [{source: /root, target: /mnt}]}", "filesystem.binds"),
     ("filesystem: {read: [/usr]}", "workspace: {target: /usr/src}", "workspace.target"),
+    ("filesystem: {read: [/usr]}", "environment: {HOME: /usr/home}", "environment.HOME"),
     ("answers: {environment_state: [/srv/s]}", "filesystem: {write: [/srv/s]}", "filesystem.write"),
     ("filesystem: {root: {kind: directory, path: /r}}", "filesystem: {root: {kind: directory, path: /q}}", "filesystem.root"),
     ("answers: {hidden: [/srv/a]}", "answers: {allowed_reads: [/srv/a/x]}", "answers.allowed_reads"),
     ("answers: {hidden: [/srv/a]}", "answers: {allowed_reads: [/srv/**]}", "answers.allowed_reads"),
+    ("answers: {hidden: [/srv/a]}", "answers: {environment_state: [/srv/a/x]}", "answers.environment_state"),
     ("answers: {repository: {path: /r}}", "answers: {repository: {path: /q}}", "answers.repository"),
     ("syscalls: {io_uring: false}", "syscalls: {io_uring: true}", "syscalls.io_uring"),
     ("syscalls: {allow: [kcmp]}", "syscalls: {allow: [kcmp, syslog]}", "syscalls.allow"),

@@ -110,9 +110,11 @@ def test_the_base_is_the_outer_bound():
 
 def test_who_the_agent_is():
     assert {name: load_policy(name).user for name in shipped_names()} == {
-        "base": User.AGENT, "corpus": User.AGENT, "swe-task": User.AGENT, "terminal-task": User.ROOT, "untrusted-script": User.AGENT}
+        "base": User.AGENT, "corpus": User.AGENT, "swe-task": User.AGENT, "terminal-task": User.ROOT,
+        "untrusted-script": User.AGENT}
 
 
 def test_where_the_workspace_is():
     assert {name: load_policy(name).workspace.target for name in shipped_names()} == {
-        "base": "same", "corpus": "/workspace", "swe-task": "/workspace", "terminal-task": "/workspace", "untrusted-script": "same"}
+        "base": "same", "corpus": "/workspace", "swe-task": "/workspace", "terminal-task": "/workspace",
+        "untrusted-script": "same"}

@@ -150,6 +150,8 @@ def test_quiet_is_silent_unless_something_happened(make_outcome):
     assert summary(make_outcome(), quiet=True) == ""
     assert summary(make_outcome(flags=("output",)), quiet=True) == ""
     assert "escape.mount" in summary(make_outcome(bad=True), quiet=True)
+    absent = ExitInfo(reason=ExitReason.NOT_FOUND, code=127)
+    assert "not found inside the box" in summary(make_outcome(exit=absent), quiet=True)
     withheld = TransferReport(state="withheld", pack=Path("/p"), apply_command=("dsec-guard", "apply", "/p"))
     assert "dsec-guard apply /p" in summary(make_outcome(write_back=withheld), quiet=True)
     inconclusive = Verdict(cls=VerdictClass.INCONCLUSIVE, outcome=None, severity=0, validity=Validity.UNKNOWN,

@@ -113,14 +113,15 @@ def test_numbers_nobody_knows_are_enosys(program, number):
 
 @pytest.mark.parametrize("name", [
     "mount", "umount2", "pivot_root", "chroot", "setns", "open_by_handle_at", "init_module", "finit_module", "kexec_load", "bpf",
-    "perf_event_open", "userfaultfd", "keyctl", "add_key", "request_key", "pidfd_getfd", "process_vm_writev", "kcmp", "iopl", "syslog",
+    "perf_event_open", "userfaultfd", "keyctl", "add_key", "request_key", "pidfd_getfd", "process_vm_writev", "kcmp", "iopl",
+    "syslog",
     "clock_settime", "swapon", "reboot", "fsopen", "move_mount", "open_tree", "mount_setattr", "quotactl", "acct", "sethostname",
 ])
 def test_what_acts_on_the_host_is_eperm(program, name):
     assert call(program, name) == "errno EPERM"
 
 
-@pytest.mark.parametrize("name", ["clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "statmount", "lsm_list_modules"])
+@pytest.mark.parametrize("name", ["clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "statmount"])
 def test_what_programs_fall_back_from_is_enosys(program, name):
     assert call(program, name) == "errno ENOSYS"
 
@@ -190,7 +191,8 @@ def test_arguments_decide(program, name, args, verdict):
 
 
 def test_a_policy_adds_refusals_and_they_win():
-    decided = decide(Syscalls.model_validate({"deny": [{"name": "socket", "errno": "EACCES"}, {"name": "mount", "errno": "ENOSYS"}]}))
+    rules = [{"name": "socket", "errno": "EACCES"}, {"name": "mount", "errno": "ENOSYS"}]
+    decided = decide(Syscalls.model_validate({"deny": rules}))
     denied = build_exec_filter(decided.spec)
     assert call(denied, "socket", 1, 1, 0) == call(denied, "socket", 17, 3, 0) == "errno EACCES"
     assert call(denied, "mount") == "errno ENOSYS"
@@ -261,13 +263,13 @@ def test_far_subtrees_are_reached():
     lambda: ArgTest(0, tuple(range(65))), lambda: build_exec_filter(FilterSpec({"no_such_call": ()})),
 ])
 def test_nonsense_is_refused(bad):
-    with pytest.raises(ValueError, match="range|values|mask|no system call"):
+    with pytest.raises(ValueError, match=r"range|values|mask|no system call"):
         bad()
 
 
 @pytest.mark.parametrize("program", [b"\0" * 7, b"", b"\xff" * 8], ids=["short", "empty", "unknown"])
 def test_the_simulator_refuses_what_the_kernel_would(program):
-    with pytest.raises(ValueError, match="multiple of 8|without a verdict|is not one of"):
+    with pytest.raises(ValueError, match=r"multiple of 8|without a verdict|is not one of"):
         simulate(program, 0)
 
 
@@ -294,7 +296,7 @@ def test_libseccomp_gives_the_same_allow_list(default):
 
 
 def test_libseccomp_gives_the_same_refusals_by_argument(default):
-    refusals = [r for r in default.spec.refuse if r.when and all(t.inside for t in r.when) and len({t.arg for t in r.when}) == len(r.when)]
+    refusals = [r for r in default.spec.refuse if len(r.when) == 1 and r.when[0].inside]
     assert len(refusals) >= 4
     for refusal in refusals:
         (test,) = refusal.when
@@ -365,7 +367,7 @@ def test_a_profile_that_allows_by_default_is_bound_by_the_floor_too(tmp_path):
     ({"defaultAction": "SCMP_ACT_ERRNO", "syscalls": 5}, "an OCI seccomp profile"),
 ])
 def test_an_oci_profile_that_cannot_be_honoured_is_refused(tmp_path, content, expected):
-    with pytest.raises(ValueError, match="oci.json") as caught:
+    with pytest.raises(ValueError, match=r"oci\.json") as caught:
         oci(tmp_path, **content)
     assert expected in str(caught.value)
 
@@ -382,7 +384,7 @@ def test_an_oci_profile_that_cannot_be_honoured_is_refused(tmp_path, content, ex
 def test_a_profile_with_a_mistake_is_refused(tmp_path, text, expected):
     path = tmp_path / "p.yaml"
     path.write_text(text)
-    with pytest.raises(PolicyError, match="p.yaml") as caught:
+    with pytest.raises(PolicyError, match=r"p\.yaml") as caught:
         load_profile(str(path))
     assert expected in caught.value.problems[0]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec_guard.sandbox.stdio import BoxIO, Capture, StdioReport, fill_closed_stdio, window_size
+from dsec_guard.sandbox.stdio import BoxIO, Capture, StdioReport, fill_closed_stdio, open_pty_of, window_size
 
 ME = (os.getuid(), os.getgid())
 LIMIT = 64 << 20
@@ -362,6 +362,20 @@ def test_pty_size_without_a_terminal_is_24_by_80():
     with BoxIO(stdin=None, stdout=out, stderr=Capture(1), tty=True) as io:
         run_in(io, ["stty", "size"])
     assert out.data == b"24 80\r\n"
+
+
+def test_a_pty_of_another_root_has_its_name_there():
+    root = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    try:
+        master, slave = open_pty_of(root)
+    finally:
+        os.close(root)
+    assert os.ttyname(slave).startswith("/dev/pts/")
+    assert not os.get_inheritable(master)
+    os.write(slave, b"x")
+    assert os.read(master, 10) == b"x"
+    os.close(master)
+    os.close(slave)
 
 
 SESSION = """

@@ -116,6 +116,20 @@ def test_path_arguments_are_where_the_manual_says() -> None:
     assert places("fchmod") == (-1, 0, -1, -1)
 
 
+@given(st.lists(st.binary(max_size=90).map(lambda b: b"/" + b.replace(b"\0", b"0")), max_size=60))
+def test_fitted_watches_cover_all_that_was_asked_for(prefixes: list[bytes]) -> None:
+    fitted = wire.fit_watches(prefixes)
+    assert len(fitted) <= wire.WATCHES
+    assert all(any(p.startswith(f) for f in fitted) for p in prefixes)
+    assert len(wire.pack_watches(fitted)) == wire.WATCH_SIZE
+
+
+def test_few_short_watches_stay_as_they_are() -> None:
+    assert wire.fit_watches((b"/srv/a", b"/proc/", b"/srv/a/b")) == (b"/proc/", b"/srv/a")
+    with pytest.raises(ValueError, match="absolute"):
+        wire.fit_watches((b"srv",))
+
+
 # ---------------------------------------------------------------------------------------------------- decoding
 
 
@@ -205,7 +219,8 @@ def test_hook_record_takes_the_command_of_its_process() -> None:
     stream.ingest(wire.decode(task))
     (event,) = stream.ingest(wire.decode(net))
     record = event.to_record()
-    assert (record["exec"], record["address"], record["port"], record["op"], record["ret"]) == (3, "198.51.100.1", 80, "connect", -1)
+    seen = [record[name] for name in ("exec", "address", "port", "op", "ret")]
+    assert seen == [3, "198.51.100.1", 80, "connect", -1]
 
 
 def test_exec_keeps_words_of_any_bytes() -> None:
