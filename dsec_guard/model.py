@@ -117,6 +117,11 @@ def escape_bytes(raw: bytes) -> str:
 
     Control characters stay as they are (JSON escapes them); strip them with `printable` before a terminal.
     """
+    if b"\\" not in raw:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            pass  # the slow way below
     out: list[str] = []
     for ch in raw.decode("utf-8", "surrogateescape"):
         if ch == "\\":

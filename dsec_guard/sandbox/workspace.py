@@ -103,7 +103,7 @@ def check_workspace(path: str | os.PathLike[str], *, named: bool, home: str | No
 class Change:
     """One step. kind: mkdir | write | symlink | remove | chmod. path relative to the workspace.
 
-    existed: the agent changed something that stood there before (the host must still have it). replace_dir: a directory
+    existed: the agent changed something of the host's (a file copied up, here or under another name). replace_dir: a directory
     of the host stands in the way and goes. segments: (offset, length) of a file's data, the rest is a hole.
     """
 
@@ -497,7 +497,7 @@ class _Application:
         except OSError as problem:
             # ELOOP, ENOTDIR: a directory on the way became something else.
             moved = problem.errno in (errno.ELOOP, errno.ENOTDIR, errno.EXDEV)
-            if moved or (change.existed and change.kind != "remove"):
+            if moved or (change.existed and change.kind != "remove" and self._place_changed(change.path)):
                 yield change.path
             return
         try:
@@ -513,6 +513,22 @@ class _Application:
             yield from self._changed_below(change.path)
         elif not change.existed or info.st_ctime_ns > self.started_ns:
             yield change.path
+
+    def _place_changed(self, path: bytes) -> bool:
+        """Whether the host changed the nearest directory there is above a missing `path`.
+
+        A copied-up file may be missing because the agent renamed or linked it to this name, or because the host removed
+        it meanwhile: only the second leaves a trace on the host.
+        """
+        while path:
+            path = parent_of(path)
+            with contextlib.suppress(FileNotFoundError):
+                handle = open_beneath(self.dir_fd, path, os.O_PATH | os.O_DIRECTORY)
+                try:
+                    return os.fstat(handle).st_ctime_ns > self.started_ns
+                finally:
+                    os.close(handle)
+        return True
 
     def _changed_below(self, path: bytes) -> Iterator[bytes]:
         fd = open_beneath(self.dir_fd, path, os.O_RDONLY | os.O_DIRECTORY)

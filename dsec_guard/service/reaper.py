@@ -132,7 +132,7 @@ def _lock_of_the_dead(path: Path, name: str) -> int | None:
         # Made by a guard with another run directory, maybe: then its process tells.
         return None if _is_alive(name) else -1
     try:
-        pass
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None

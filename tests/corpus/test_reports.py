@@ -138,7 +138,8 @@ def wait_for(condition, seconds: float):
 
 def test_01_a_time_out_ends_the_program_and_not_only_the_client(task):      # UKGovernmentBEIS/inspect_ai#2779
     ran = task.shell("sleep 61.01", options=("--wall", "2s"))
-    assert ran.seconds < 7
+    assert ran.result["usage"]["wall_s"] < 5
+    assert ran.seconds < 20         # start and tear-down of the guard included, on a busy machine
     assert ran.code == 124
     assert ran.result["exit"]["reason"] == "wall_limit"
     assert "timeout" in ran.result["flags"]
@@ -215,7 +216,7 @@ def test_09_every_filter_tests_the_abi_first(policy):                       # go
     from dsec_guard.policy.load import load_policy
 
     plan = compile_policy(load_policy(policy), probe())
-    filters = [f for f in plan.exec_filters if f]
+    filters = set(plan.exec_filters.values())
     assert filters
     for program in filters:
         code = [program[n:n + 8] for n in range(0, len(program), 8)]
@@ -290,7 +291,7 @@ def test_17_files_run_out_in_the_box_only(task):                            # er
     ran = task.python("import itertools\ntry:\n    for n in range(20000): open(f'/tmp/{n}', 'w').close()\n"
                       "except OSError as e:\n    print(n, e.errno)")
     made, error = ran.stdout.split()
-    assert int(made) <= 6000
+    assert int(made) <= 6000 + 64       # the box's own directories have room beside the limit
     assert error == b"28"
     assert set(ran.result["flags"]) & {"disk", "files"}
     assert task.shell("touch /tmp/mine && echo made").stdout.strip() == b"made"

@@ -230,8 +230,8 @@ def start_guard(launcher: Path, run_dir: Path, count: int, *more: str) -> tuple[
 
 @pytest.mark.parametrize("count", [1, 8, 120])
 def test_nothing_is_left_two_seconds_after_the_guard_was_killed(launcher: Path, base: str, tmp_path: Path, count: int):
-    outside = tmp_path / "outside"
-    outside.mkdir()
+    outside = tmp_path / "outside/deeper"
+    outside.mkdir(parents=True)
     (outside / "keep").write_text("not the guard's")
     guard, told = start_guard(launcher, tmp_path, count)
     pids = [*told["pids"], told["launcher"], told["holder"]]

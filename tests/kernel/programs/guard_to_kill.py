@@ -29,7 +29,7 @@ holder = Holder.start(native, instance, launcher=launcher)
 holder.own_directory(run_dir)
 holder.register_path(owner.lock_path)
 holder.register_path(owner.directory)
-holder.register_path(owner.directory / "tree/link/keep")  # through a link that leads out
+holder.register_path(owner.directory / "tree/link/deeper/keep")  # through a link that leads out
 holder.hold_fd("instance", owner.fd)
 uids = UidRange.acquire(run_dir, count=1)
 holder.hold_fd("uids", uids.fd)
