@@ -14,7 +14,7 @@ from dsec_guard.errors import UsageError
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--to", "workspace", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Where to apply it.")
-@click.option("--force", is_flag=True, help="Also over files that changed on the host since the run began.")
+@click.option("--force", is_flag=True, help="Apply the rest where files changed on the host since the run began; those stay.")
 @guard_errors
 def apply(file: Path, workspace: Path, force: bool) -> None:
     """Apply the changes in FILE (of `run --pack`, or of a run whose changes were withheld) to a directory.
@@ -34,6 +34,6 @@ def apply(file: Path, workspace: Path, force: bool) -> None:
     for path in report.conflicts:
         say(f"changed on the host: {path}")
     if report.stopped:
-        say("nothing was applied: --force applies it over those changes")
+        say("nothing was applied: --force leaves those files as they are and applies the rest")
         sys.exit(1)
     say(f"{len(report.applied)} written, {len(report.removed)} removed, {len(report.refused)} left out")

@@ -13,6 +13,8 @@ from dsec_guard.corpus.judge import Judged, Summary, summarise
 from dsec_guard.corpus.manifest import load_corpus, select
 from dsec_guard.model import printable
 
+WIDTH = 110     # the table's own; a log has no width to ask for
+
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -62,7 +64,7 @@ def _table(summary: Summary) -> None:
     for name, row in summary.rows.items():
         table.add_row(name, *(str(row[k]) for k in
                               ("probes", "prevented", "reported", "missed", "false_alarms", "skipped", "failed")))
-    console = Console(soft_wrap=True)
+    console = Console(width=WIDTH, soft_wrap=True)
     console.print(table)
     for probe_id, why in summary.skipped.items():
         console.print(f"skipped {probe_id}: {printable(why)}", markup=False)

@@ -174,7 +174,7 @@ def _layer(wanted: _Wanted, policy: Policy, features: HostFeatures) -> Layer:
                         f"{features.detail(missing)}", feature=missing, hint=_hint(missing, degradable=not wanted.essential))
     if wanted.name == "file owners":
         return Layer(wanted.name, LayerState.WEAKENED, f"{detail}; owners are changed by copying")
-    return Layer(wanted.name, LayerState.MISSING, detail)
+    return Layer(wanted.name, LayerState.MISSING, detail, optional=wanted.optional)
 
 
 def _hint(feature: str, *, degradable: bool) -> str:

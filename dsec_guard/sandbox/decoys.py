@@ -331,7 +331,7 @@ class _Builder:
             if not stat.S_ISDIR(info.st_mode):
                 return [_shape(b"", info)]
             if _is_repository(handle):
-                return _git_repository(self._random(place.path), self._token_for(place.path, b""), info.st_mtime_ns)
+                return self._repository(place.path, info.st_mtime_ns)
             shapes = [_shape(b"", info)]
             walk = Walk(handle, WalkLimits(max_entries=MAX_ENTRIES, max_depth=MAX_DEPTH))
             for entry in walk:
@@ -347,7 +347,7 @@ class _Builder:
     def _invented(self, path: str) -> list[_Shape]:
         name = path.rsplit("/", 1)[-1]
         if name.endswith(".git"):
-            return _git_repository(self._random(path), self._token_for(path, b""), 1_700_000_000 * 10**9)
+            return self._repository(path, 1_700_000_000 * 10**9)
         rng = self._random(path)
         if "." in name.strip("."):
             return [_Shape(b"", False, size=rng.randrange(200, 4000), mtime_ns=1_700_000_000 * 10**9)]
@@ -360,9 +360,15 @@ class _Builder:
             shapes.append(_Shape(item.encode(), False, size=rng.randrange(150, 3000), mtime_ns=1_700_000_000 * 10**9))
         return shapes
 
+    def _repository(self, path: str, mtime_ns: int) -> list[_Shape]:
+        token = self._token_for(path, b"")
+        # It stands in a compressed object: only a checkout or `git show` brings it to light.
+        self.tree.canaries.append(Canary(token, path))
+        return _git_repository(self._random(path), token, mtime_ns)
+
     def _random(self, path: str, below: bytes = b"") -> random.Random:
         digest = hashlib.sha256(self.seed + b"\0" + os.fsencode(path) + b"\0" + below).digest()
-        return random.Random(digest)  # noqa: S311 - content must be repeatable from the seed, it protects nothing
+        return random.Random(digest)  # noqa: S311 - repeatable from the seed; it protects nothing
 
     def _token_for(self, path: str, below: bytes) -> bytes:
         digest = hashlib.sha256(b"token\0" + self.seed + b"\0" + os.fsencode(path) + b"\0" + below).hexdigest()

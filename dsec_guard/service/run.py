@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dsec_guard.detect.engine import Completeness, Judge
 from dsec_guard.detect.facts import BoxFacts
-from dsec_guard.errors import DsecGuardError, MonitorError, SetupError
+from dsec_guard.errors import DsecGuardError, MonitorError, SetupError, UsageError
 from dsec_guard.host.cgroup import CgroupUsage
 from dsec_guard.incident.result import result_json
 from dsec_guard.incident.store import RunDir
@@ -122,7 +122,8 @@ class Run:
         if request.workspace is not None:
             self.workspace = check_workspace(request.workspace, named=request.workspace_named)
         error: DsecGuardError | None = None
-        with ExitStack() as stack:
+        # From here to the written result a signal is noted, never fatal.
+        with self._signals_noted(), ExitStack() as stack:
             box = self._build(stack)
             try:
                 self._run_command(box)
@@ -206,7 +207,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------- while it runs
 
     def _run_command(self, box: Box) -> None:
-        stdio = self.io.prepare(limit_bytes=self.policy.limits.output, owner=box.agent_owner)
+        stdio = self.io.prepare(limit_bytes=self.policy.limits.output, owner=box.agent_owner, root_fd=box.spawned.root_fd)
         try:
             started = box.exec(self.request.argv, stdio=stdio, tty=self.request.tty)
         except SetupError as problem:
@@ -221,16 +222,14 @@ class Run:
             self.io.start()
             return
         self.io.start()
-        with self._signals_forwarded():
-            self._loop(box, started)
+        self._loop(box, started)
 
     @contextmanager
-    def _signals_forwarded(self) -> Iterator[None]:
+    def _signals_noted(self) -> Iterator[None]:
         """INT, TERM, HUP and QUIT are noted and wake the loop; a pty's Ctrl-C is a byte and never comes here."""
         import threading
 
         if threading.current_thread() is not threading.main_thread():
-            self._wake_fd = -1
             yield
             return
         wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -351,6 +350,9 @@ class Run:
         self._take([self.stream.number(event) for event in events])
 
     def _sample(self, box: Box) -> None:
+        """Look at what can only be seen while it lasts; called a few times a second."""
+        if self.record is not None:
+            self.record.flush_if_due()
         for name, fd, opened in (("store", box.spawned.store_fd, ""), ("shm", box.spawned.root_fd, "dev/shm")):
             try:
                 at = os.open(opened, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd) if opened else fd
@@ -553,17 +555,26 @@ class Run:
     def _outcome(self, exit_info: ExitInfo, judgement: Judgement, usage: Usage, collected: TransferReport,
                  completeness: Completeness, error: DsecGuardError | None) -> RunOutcome:
         request, policy = self.request, self.policy
+        task_reward = self._task_reward()
         return RunOutcome(
             run_id=self.run_dir.run_id, run_dir=self.run_dir.path, policy_name=policy.name, policy_digest=policy.digest,
             argv=request.argv, exit=exit_info, verdict=judgement.verdict, reward=judgement.reward,
             started_ns=self.started_ns, ended_ns=time.time_ns(), mode=policy.mode.value, layers=self._layers(),
             monitor=MonitorStats(level=policy.monitor.level if self.guard.monitor else None, events=self.events,
                                  lost=sum(completeness.lost.values()), over_budget=completeness.over_budget),
-            usage=usage, flags=tuple(self.flags), incidents=judgement.incidents, task_reward=request.task_reward,
-            fold=judgement.fold(request.task_reward), workspace=request.workspace, collect=collected,
+            usage=usage, flags=tuple(self.flags), incidents=judgement.incidents, task_reward=task_reward,
+            fold=judgement.fold(task_reward), workspace=request.workspace, collect=collected,
             record_file=request.record_file, stdio=self.io.report().as_record(), labels=request.labels,
             warnings=tuple(self.warnings), error=str(error) if error else "", hint=error.hint if error else "",
         )
+
+    def _task_reward(self) -> float | None:
+        """A reward file is read when the command has ended; a bad one is the caller's trouble, not the agent's."""
+        try:
+            return self.request.known_task_reward()
+        except UsageError as problem:
+            self.warnings.append(str(problem))
+            return None
 
     def _layers(self) -> tuple[Layer, ...]:
         checks = self.box.spawned.checks if self.box is not None else ()

@@ -16,7 +16,7 @@ from dsec_guard.policy.schema import Answers, HiddenObject, HiddenStyle, StateOb
 from dsec_guard.sandbox.decoys import Alias, DecoyTree, build_decoys, hidden_places
 from tests.kernel.overlay import put
 
-pytestmark = pytest.mark.needs("mount_api")
+pytestmark = pytest.mark.needs("namespaces")
 SECRET = b"TOP-SECRET-" + b"0123456789abcdef"
 
 
@@ -133,8 +133,10 @@ def test_a_hidden_repository_is_a_repository_with_other_content(tmp_path, exists
             subprocess.run([*git, "fsck", "--strict"], check=True, capture_output=True)
             return subprocess.run([*git, "log", "--all", "-p"], check=True, capture_output=True, text=True).stdout
 
-        assert attached(tree, tmp_path, use).count("commit ") == 2
-        assert tree.canaries
+        log = attached(tree, tmp_path, use)
+        assert log.count("commit ") == 2
+        (canary,) = tree.canaries
+        assert (canary.object, log.count(canary.token.decode())) == ("/srv/up.git", 1)
 
 
 def test_what_exists_nowhere_is_invented(tmp_path):

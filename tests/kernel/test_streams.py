@@ -93,3 +93,22 @@ def test_what_cannot_run_says_so(shell, tmp_path: Path, command: str, status: in
     assert result(tmp_path)["exit"]["reason"] == reason
     assert done.stdout == b""
     assert b"inside the box" in done.stderr
+
+
+def test_packed_changes_can_be_applied_later(dsec_guard_cli, state_dir: Path, tmp_path: Path):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "old").write_text("before")
+    pack = tmp_path / "changes.tar.zst"
+    subprocess.run([*dsec_guard_cli, "run", "--quiet", "--pack", str(pack), "--", "sh", "-c", "echo after >old; echo new >new"],
+                   cwd=work, timeout=TIMEOUT_S, check=True)
+    assert (work / "old").read_text() == "before"
+    words = [*dsec_guard_cli, "apply", str(pack), "--to", str(work)]
+    (work / "old").write_text("changed on the host")
+    done = subprocess.run(words, capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1
+    assert b"changed on the host: old" in done.stderr
+    assert not (work / "new").exists()
+    done = subprocess.run([*words, "--force"], capture_output=True, timeout=TIMEOUT_S, check=True)
+    assert b"1 written" in done.stderr
+    assert ((work / "old").read_text(), (work / "new").read_text()) == ("changed on the host", "new\n")

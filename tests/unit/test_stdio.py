@@ -272,12 +272,14 @@ def test_other_kinds_of_stdout(kind: str, tmp_path: Path):
     os.close(fd)
 
 
-def test_the_commands_user_may_reopen_its_streams():
-    with BoxIO(stdin=None, stdout=Capture(100), stderr=Capture(100)) as io:
-        fds = io.prepare(limit_bytes=LIMIT, owner=(os.getuid(), os.getgid()))
-        assert all(os.fstat(fd).st_uid == os.getuid() for fd in fds)
-        out = os.open(f"/proc/self/fd/{fds[1]}", os.O_WRONLY)
-        os.close(out)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a pipe away")
+@pytest.mark.parametrize("tty", [False, True])
+def test_the_commands_user_owns_its_streams_and_may_reopen_them(tty: bool):
+    with BoxIO(stdin=None, stdout=Capture(100), stderr=Capture(100), tty=tty) as io:
+        fds = io.prepare(limit_bytes=LIMIT, owner=(12345, 12346))
+        assert [(os.fstat(fd).st_uid, os.fstat(fd).st_gid) for fd in fds] == [(12345, 12346)] * 3
+        assert all(os.fstat(fd).st_mode & 0o077 in (0, 0o020) for fd in fds)
+        os.close(os.open(f"/proc/self/fd/{fds[1]}", os.O_WRONLY | os.O_NOCTTY))
 
 
 def test_no_descriptor_is_left_behind():
