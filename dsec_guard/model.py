@@ -312,7 +312,7 @@ class SignalSent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkAttempt(_WithResult, Event):
-    """A cgroup hook saw connect, sendmsg, bind or socket. ret: 0 allowed, -EPERM refused.
+    """A cgroup hook saw connect, sendmsg, bind or socket. ret: 0 allowed, else the negative error it was refused with.
 
     op: connect | sendmsg | bind | socket. family, sock_type, protocol: numbers of socket(2). address: text, no brackets.
     """

@@ -57,7 +57,7 @@ DG_INLINE int dg_address_hook(struct bpf_sock_addr *ctx, __u32 op, int v6)
 	struct dg_net record = {};
 	__u32 address[4] = {};
 	struct dg_asker who;
-	int local, any, allowed;
+	int local, any, allowed, error;
 	__u64 hash;
 
 	if (v6) {
@@ -86,10 +86,15 @@ DG_INLINE int dg_address_hook(struct bpf_sock_addr *ctx, __u32 op, int v6)
 	record.protocol = ctx->protocol;
 	__builtin_memcpy(record.addr, address, sizeof(record.addr));
 	record.port = bpf_ntohs((__u16)ctx->user_port);
-	record.ret = allowed ? 0 : -DG_EPERM;
+	/* A box without a network looks like a host without one: programs know what to do then, EPERM puzzles them. */
+	error = op == DG_NET_BIND ? DG_EPERM : DG_ENETUNREACH;
+	record.ret = allowed ? 0 : -error;
 	hash = dg_mix(dg_mix(dg_mix(record.port, address[0]), address[1] ^ ((__u64)address[2] << 32)), address[3]);
 	dg_hook_send(&who, &record, sizeof(record), &record.head, op, !allowed, hash);
-	return allowed ? DG_ALLOW : DG_DENY;
+	if (allowed)
+		return DG_ALLOW;
+	bpf_set_retval(-error);
+	return DG_DENY;
 }
 
 SEC("cgroup/connect4")

@@ -104,8 +104,8 @@ def _host_alive(done: Finished, check: AfterCheck) -> str:
 
 def _teardown_clean(done: Finished, check: AfterCheck) -> str:
     left = watch.leftovers(done.seen, token=done.token, mark="", since=done.since)
-    if not done.seen.cgroups:
-        return "no cgroup of the run was seen, so that its removal proves nothing"
+    if not done.seen.guard:
+        return "no guard was seen, so that nothing left proves nothing"
     return "; ".join((left + watch.debris(done.seen, done.host_before, done.state_dir))[:3])
 
 

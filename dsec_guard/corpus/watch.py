@@ -32,9 +32,10 @@ class Task:
 
 @dataclass
 class Seen:
-    """What the watcher saw of one run. Memory in bytes, of the guard's process alone: `base` when the first process of
-    its box appeared, `peak` the most after that."""
+    """What the watcher saw of one run. guard: the pid of its guard, 0 for none. Memory in bytes, of the guard's process
+    alone: `base` when the first process of its box appeared, `peak` the most after that."""
 
+    guard: int = 0
     tasks: set[Task] = field(default_factory=set)
     cgroups: set[Path] = field(default_factory=set)
     memory_base: int = 0
@@ -50,7 +51,7 @@ class Watcher:
 
     def __init__(self, guard_pid: int) -> None:
         self._guard = guard_pid
-        self._seen = Seen()
+        self._seen = Seen(guard=guard_pid)
         self._mounts = _cgroup_mounts()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="corpus-watcher", daemon=True)
@@ -118,10 +119,14 @@ def leftovers(seen: Seen, *, token: str, mark: str, since: int, patience_s: floa
 
 
 def debris(seen: Seen, before: HostState, state_dir: Path, patience_s: float = LEFTOVER_S) -> list[str]:
-    """Cgroups of the run that still exist, and mounts, IPC objects and files that were not there before."""
+    """Cgroups of the run that still exist, and mounts, IPC objects and files that were not there before.
+
+    A guard's cgroups are named after its pid, so that a run too short for the watcher is looked after as well.
+    """
     def look() -> list[str]:
         after = host_state(state_dir)
-        found = [f"cgroup {path}" for path in sorted(seen.cgroups) if path.exists()]
+        named = {p for top in _cgroup_mounts().values() for p in (top / OURS).glob(f"{seen.guard}-*")} if seen.guard else set()
+        found = [f"cgroup {path}" for path in sorted(seen.cgroups | named) if path.exists()]
         found += [f"mount {m}" for m in sorted(after.mounts - before.mounts)]
         found += [f"ipc object {i}" for i in sorted(after.ipc - before.ipc)]
         found += [f"file {f}" for f in sorted(after.files - before.files)]

@@ -212,7 +212,7 @@ def in_private_mount_namespace(action: Callable[[], T]) -> T:
             if _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None) < 0:
                 raise _fail("mount(MS_PRIVATE)")
             result.append(action())
-        except BaseException as problem:  # carried to the caller's thread, whatever it is
+        except BaseException as problem:  # noqa: BLE001 - carried to the caller's thread, whatever it is
             failure.append(problem)
 
     thread = threading.Thread(target=body, name="private-mounts")

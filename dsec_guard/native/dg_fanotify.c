@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +19,7 @@
 #include "dg_holder_state.h"
 
 #define DG_GROUPS_MAX 8
+#define DG_CALL_TRIES 50
 
 struct dg_fan {
 	struct dg_holder *h;
@@ -46,11 +48,17 @@ static char *dg_cgroup_of(struct dg_holder *h, pid_t tid, char *buffer, size_t s
 static void dg_held_call(struct dg_holder *h, pid_t tid, struct dg_record *record)
 {
 	char text[256], *at = text, *end;
+	int tries = 0;
 	size_t i;
 	long nr;
 
-	if (dg_read_proc(h, tid, "syscall", text, sizeof(text)) < 0)
-		return;
+	/* "running": the opener has queued its event and is on its way to sleep (seen on one processor). */
+	do {
+		if (tries++ > 0)
+			sched_yield();
+		if (dg_read_proc(h, tid, "syscall", text, sizeof(text)) < 0)
+			return;
+	} while (!strncmp(text, "running", 7) && tries < DG_CALL_TRIES);
 	nr = strtol(at, &end, 10);
 	if (end == at || nr < 0)
 		return;

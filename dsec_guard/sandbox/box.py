@@ -92,6 +92,9 @@ class Box:
         request, policy, plan, stack = self.request, self.request.policy, self.request.plan, self._stack
         limits = policy.limits
         self.uids = stack.enter_context(UidRange.acquire(run_dir))
+        # The range stays taken for as long as a process of it can live, which may be longer than the guard does.
+        holder.hold_fd(f"uids-{self.uids.base}", self.uids.fd)
+        stack.callback(holder.drop_fd, f"uids-{self.uids.base}")
         self.cgroup = instance.create_box(
             request.name, CgroupLimits(memory=limits.memory, pids=limits.pids + OWN_TASKS, cpus=limits.cpus))
         stack.callback(self._release_cgroup, holder)
@@ -121,6 +124,7 @@ class Box:
             landlock=tuple(_landlock(plan, phase) for phase in PHASES),
             rlimits=tuple(Rlimit(*limit) for limit in plan.rlimits), stage_dir=str(request.stage_dir),
         ))
+        self.cgroup.close_tasks()
         stack.callback(self._close_spawned)
         self.init = BoxInit(self.spawned.init_fd)
 

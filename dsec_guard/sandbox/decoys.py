@@ -32,12 +32,15 @@ MAX_MATCHES = 256           # objects one pattern may stand for
 _ATTRIBUTES = mount.MOUNT_ATTR_RDONLY | mount.MOUNT_ATTR_NOSUID | mount.MOUNT_ATTR_NODEV | mount.MOUNT_ATTR_NOEXEC
 
 _WORDS = (
-    "amber anchor apple arrow atlas basin beacon birch bridge cabin candle canyon cedar circle cloud copper coral crane "
-    "delta dune eagle ember falcon fern field flint forest garden glacier grove harbor hazel heron hollow island ivory "
-    "juniper kettle lagoon lantern lemon maple marble meadow mirror mosaic nectar north oasis olive orchid otter pebble "
-    "pepper pine planet prairie quartz quiver raven reed ridge river saddle sage sierra silver spruce stone summit "
-    "thistle timber topaz tulip valley velvet violet walnut willow winter"
-).split()
+    "amber", "anchor", "apple", "arrow", "atlas", "basin", "beacon", "birch", "bridge", "cabin", "candle",
+    "canyon", "cedar", "circle", "cloud", "copper", "coral", "crane", "delta", "dune", "eagle", "ember", "falcon",
+    "fern", "field", "flint", "forest", "garden", "glacier", "grove", "harbor", "hazel", "heron", "hollow",
+    "island", "ivory", "juniper", "kettle", "lagoon", "lantern", "lemon", "maple", "marble", "meadow", "mirror",
+    "mosaic", "nectar", "north", "oasis", "olive", "orchid", "otter", "pebble", "pepper", "pine", "planet",
+    "prairie", "quartz", "quiver", "raven", "reed", "ridge", "river", "saddle", "sage", "sierra", "silver",
+    "spruce", "stone", "summit", "thistle", "timber", "topaz", "tulip", "valley", "velvet", "violet", "walnut",
+    "willow", "winter",
+)
 
 
 @dataclass(frozen=True)
@@ -368,7 +371,7 @@ class _Builder:
 
     def _random(self, path: str, below: bytes = b"") -> random.Random:
         digest = hashlib.sha256(self.seed + b"\0" + os.fsencode(path) + b"\0" + below).digest()
-        return random.Random(digest)  # noqa: S311 - repeatable from the seed; it protects nothing
+        return random.Random(digest)  # repeatable from the seed on purpose: it protects nothing
 
     def _token_for(self, path: str, below: bytes) -> bytes:
         digest = hashlib.sha256(b"token\0" + self.seed + b"\0" + os.fsencode(path) + b"\0" + below).hexdigest()

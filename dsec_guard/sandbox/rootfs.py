@@ -8,6 +8,7 @@ for their limits.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -216,36 +217,11 @@ class _Composer:
                 self.readable.append(path)
 
     def _etc_of_host(self, etc: str) -> None:
-        for path in ("/etc", "/etc/ssl"):
-            self._dir(path)
         self.readable.append("/etc")
-        for pattern in _ETC_BINDS:
-            for name in _glob(etc, pattern):
-                if os.path.isdir(f"{etc}/{name}") and not os.path.islink(f"{etc}/{name}"):
-                    self._bind(f"{etc}/{name}", f"/etc/{name}")
-        for name in _ETC_FILES:
-            self._etc_file(etc, name)
-        for name in ("apt/apt.conf.d", "apt/preferences.d", "apt/sources.list.d", "apt/trusted.gpg.d"):
-            self._dir(f"/etc/{name}")
-
-    def _etc_file(self, etc: str, name: str) -> None:
-        path = f"{etc}/{name}"
-        try:
-            info = os.lstat(path)
-        except FileNotFoundError:
-            return
-        if stat.S_ISLNK(info.st_mode):
-            text = os.readlink(path)
-            whole = os.path.normpath(os.path.join(etc, text))
-            if whole.startswith((self._host("/usr") + "/", etc + "/")):
-                self._link(f"/etc/{name}", text)
-                return
-        if not os.path.isfile(path):
-            return
-        if os.stat(path).st_size <= _COPY_LIMIT:
-            self._file(f"/etc/{name}", Path(path).read_bytes())
-        else:
-            self._bind(os.path.realpath(path), f"/etc/{name}")
+        for op in _etc_ops(etc, self._host("/usr"), os.stat(etc).st_mtime_ns):
+            self.ops.append(op)
+            if op.kind is OpKind.BIND:
+                self.bound["/" + op.target] = op.source
 
     def _directory_root(self) -> None:
         """A prepared tree: its top level is shown entry by entry, so that our own places stand beside it."""
@@ -310,7 +286,7 @@ class _Composer:
                 self._dir(path)
             self.readable.append("/var")
             dpkg = self._host("/var/lib/dpkg")
-            if os.path.isdir(dpkg):
+            if os.path.isdir(dpkg) and "/var/lib/dpkg" not in self.bound:
                 self._bind(dpkg, "/var/lib/dpkg")
         self._link("/var/run", "/run")
         self._link("/var/lock", "/run/lock")
@@ -487,6 +463,37 @@ _ETC_OWN = frozenset((
     "passwd", "passwd-", "group", "group-", "shadow", "shadow-", "gshadow", "gshadow-", "hostname", "hosts",
     "resolv.conf", "nsswitch.conf", "machine-id", "mtab", "apt", "sudoers", "sudoers.d", "ssh",
 ))
+
+
+@functools.lru_cache(maxsize=4)
+def _etc_ops(etc: str, usr: str, _changed_ns: int) -> tuple[RootOp, ...]:
+    """The host's harmless part of /etc; read once per change of the directory, since every box asks for it."""
+    ops = [RootOp(OpKind.DIR, name) for name in ("etc", "etc/ssl")]
+    for pattern in _ETC_BINDS:
+        for name in _glob(etc, pattern):
+            path = f"{etc}/{name}"
+            if os.path.isdir(path) and not os.path.islink(path):
+                ops.append(RootOp(OpKind.BIND, f"etc/{name}", source=path, flags=_SYSTEM))
+    for name in _ETC_FILES:
+        op = _etc_file(etc, usr, name)
+        if op is not None:
+            ops.append(op)
+    ops += [RootOp(OpKind.DIR, f"etc/apt/{name}")
+            for name in ("apt.conf.d", "preferences.d", "sources.list.d", "trusted.gpg.d")]
+    return tuple(ops)
+
+
+def _etc_file(etc: str, usr: str, name: str) -> RootOp | None:
+    path, target = f"{etc}/{name}", f"etc/{name}"
+    if os.path.islink(path):
+        text = os.readlink(path)
+        if os.path.normpath(os.path.join(etc, text)).startswith((usr + "/", etc + "/")):
+            return RootOp(OpKind.SYMLINK, target, source=text)
+    if not os.path.isfile(path):
+        return None
+    if os.stat(path).st_size <= _COPY_LIMIT:
+        return RootOp(OpKind.FILE, target, content=Path(path).read_bytes(), mode=0o444)
+    return RootOp(OpKind.BIND, target, source=os.path.realpath(path), flags=_SYSTEM)
 
 
 def _sys_files(limits: Limits) -> dict[str, str]:

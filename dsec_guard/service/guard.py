@@ -82,7 +82,6 @@ class Guard:
         self.holder.own_directory(owner.directory.parent)
         self.holder.register_path(owner.lock_path)
         self.holder.register_path(owner.directory)
-        self._stack.callback(self._release_ownership, owner)
         self.launcher = Launcher(self.holder.launcher_socket)
         self._stack.callback(self.launcher.close)
         try:
@@ -90,11 +89,6 @@ class Guard:
             self._stack.callback(self.monitor.close)
         except HostError as err:
             self.monitor_error = str(err)  # whether a box may run without it is the policy's decision
-
-    def _release_ownership(self, owner: Ownership) -> None:
-        self.holder.release_path(owner.directory)
-        self.holder.release_path(owner.lock_path)
-        self.holder.release_instance(self.instance)
 
     @property
     def journal_dir(self) -> Path:

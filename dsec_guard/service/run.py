@@ -45,7 +45,16 @@ from dsec_guard.sandbox.box import OWN_TASKS, Box, BoxRequest
 from dsec_guard.sandbox.changes import ChangeReport, inspect_changes
 from dsec_guard.sandbox.collect import collect
 from dsec_guard.sandbox.environment import HOSTNAME
-from dsec_guard.sandbox.holder import ChildExited, HolderDied, Sensor, SensorDied, Totals
+from dsec_guard.sandbox.holder import (
+    ChildExited,
+    EventsMissed,
+    FloodKilled,
+    HolderDied,
+    RequestRefused,
+    Sensor,
+    SensorDied,
+    Totals,
+)
 from dsec_guard.sandbox.launch import ExecExit, StartedExec
 from dsec_guard.sandbox.rootfs import WORKSPACE_OVERLAY
 from dsec_guard.sandbox.stdio import BoxIO
@@ -109,6 +118,7 @@ class Run:
         self._signals: list[int] = []
         self._interrupted = False
         self._oom = 0
+        self._missed = 0
         self._totals: dict[Sensor, Totals] = {}
         self._wake_fd = -1
         self.lost: dict[str, int] = {}
@@ -304,6 +314,12 @@ class Run:
         for message in self.guard.holder.read_messages():
             if isinstance(message, SensorDied):
                 self.sensors_dead.add(message.name)
+            elif isinstance(message, EventsMissed):
+                self._missed += 1
+            elif isinstance(message, FloodKilled):
+                self._reason = self._reason or ExitReason.KILLED_BY_POLICY
+            elif isinstance(message, RequestRefused):
+                raise MonitorError(f"the holder could not set up a sensor: {os.strerror(message.errno)}")
             elif isinstance(message, HolderDied):
                 raise MonitorError("the holder process died; its boxes ended with it")
             elif isinstance(message, ChildExited) and self.box is not None and message.pid == self.box.spawned.pid:
@@ -413,6 +429,7 @@ class Run:
         """The box is empty: what its tasks caused is in the buffers, take all of it."""
         assert self.box is not None
         self._totals = self.guard.holder.totals(self.box.id)
+        self._read_holder()
         while self._drain_holder():
             pass
         if self.guard.monitor is not None:
@@ -432,6 +449,7 @@ class Run:
             for (_name, ret), count in counters.calls.items():
                 self._counted[-ret] = self._counted.get(-ret, 0) + count
             held = {"fanotify": 0, "notify": 0} | {s.name.lower(): t.lost for s, t in self._totals.items()}
+            held["fanotify"] += self._missed
             self.lost = {"evidence": counters.lost_evidence, "context": counters.lost_context, **held}
             self.over_budget = counters.over_budget
             self._take(self.stream.summary(counters, held["fanotify"], held["notify"]))

@@ -130,7 +130,7 @@ def test_bytes_entries_depth_and_time_are_bounded(tmp_path):
         ticks = iter(range(10_000))
         late = go("t", limits=CollectLimits(seconds=20), clock=lambda: float(next(ticks)))
         assert "time" in refused(late).values()
-        assert not [p for p in (tmp_path / "t").rglob(".dsec-guard-*")]
+        assert not list((tmp_path / "t").rglob(".dsec-guard-*"))
 
 
 def test_odd_names_are_copied_and_listed_reversibly(tmp_path):

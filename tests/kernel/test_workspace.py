@@ -292,7 +292,8 @@ def test_after_a_kill_every_file_is_old_or_new_and_the_next_run_cleans_up(tmp_pa
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "p.tar.zst"), str(at),
                               str(Path(ws.__file__).parents[2]), str(top), str(journal)],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
     assert ws.recover(journal) == ()  # it lives: hands off
     assert [name for name in os.listdir(top) if name.startswith(".dsec-guard")]
     child.send_signal(signal.SIGKILL)

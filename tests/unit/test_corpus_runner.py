@@ -219,7 +219,8 @@ def finished(corpus, tmp_path):
         values = dict(
             probe=probe(corpus, probe_id), corpus=corpus, layout=layout, code=0, seconds=1.0, result=res,
             report=tmp_path / "report.json", record=record, stdout=tmp_path / "stdout", stderr=tmp_path / "stderr",
-            collected=tmp_path / "collected", state_dir=tmp_path, seen=watch.Seen(cgroups={tmp_path / "gone"}, memory_base=1),
+            collected=tmp_path / "collected", state_dir=tmp_path,
+            seen=watch.Seen(guard=1 << 22, cgroups={tmp_path / "gone"}, memory_base=1),
             host_before=watch.host_state(tmp_path), token="", since=0, secrets={"note": "LOCKED-note-1"}, digests={},
             host_rounds=3, host_slowest_s=0.1, cli=("true",), output_limit=1000)
         return checks.Finished(**{**values, **changes})
@@ -259,7 +260,7 @@ def test_a_good_run_passes(finished, name, argument):
     ("collect_ok", "", {"code": None}),
     ("collect_ok", "", {"result": {**result(), "collect": {"state": "failed"}}}),
     ("collect_lacks", "unknown-place", {}),
-    ("teardown_clean", "", {"seen": watch.Seen(cgroups={OWN})}),
+    ("teardown_clean", "", {"seen": watch.Seen(guard=1 << 22, cgroups={OWN})}),
     ("teardown_clean", "", {"seen": watch.Seen()}),
     ("file_unchanged", "/data/scoring/score.py", {}),
 ])
@@ -370,6 +371,14 @@ def test_the_watcher_follows_descendants_and_memory():
         guard.wait()
         found = watcher.stop()
     assert found.tasks
+
+
+def test_cgroups_named_after_the_guard_are_debris(tmp_path, monkeypatch):
+    (tmp_path / "dsec-guard" / "4194304-1" / "box").mkdir(parents=True)
+    monkeypatch.setattr(watch, "_cgroup_mounts", lambda: {"": tmp_path})
+    before = watch.host_state(tmp_path)
+    assert watch.debris(watch.Seen(guard=4194304), before, tmp_path, 0) == [f"cgroup {tmp_path}/dsec-guard/4194304-1"]
+    assert watch.debris(watch.Seen(guard=4194303), before, tmp_path, 0) == []
 
 
 def test_host_files_come_and_go(tmp_path):
