@@ -233,7 +233,8 @@ class SyscallSeen(_WithResult, Event):
     path2: a second path. address: for connect/sendto/bind: `unix:/path`, `unix:@name`, `inet:1.2.3.4:80`,
     `inet6:[::1]:80`, `vsock:cid:port`, `af_<n>`. data: first bytes of a buffer argument (sendto, write to a refused
     descriptor), hex, at most 256 bytes. Memory arguments may change after the kernel read them: intent, never effect.
-    struct_args: decoded struct members for calls whose flags sit in memory (clone3 flags, openat2 flags), by name.
+    flags: of the call, also where they sit in memory (clone3, openat2). program32: the i386 call of a program that is a
+    32-bit one as a whole, which cannot call otherwise.
     """
 
     kind: ClassVar[str] = "syscall"
@@ -248,6 +249,7 @@ class SyscallSeen(_WithResult, Event):
     address: str = ""
     data: str = ""
     flags: int = 0
+    program32: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -334,8 +334,12 @@ static __noinline int dg_report(struct dg_scratch *s, struct dg_asker *who, __u3
 		weight = DG_CRITICAL;
 	if (weight == DG_CRITICAL)
 		call->head.flags |= DG_R_CRITICAL;
-	if (call->abi == DG_ABI_I386)
+	if (call->abi == DG_ABI_I386) {
 		key_nr |= DG_NR_I386;
+		/* A 32-bit program cannot call otherwise; a 64-bit one that does so looks for a gap in a filter. */
+		if (BPF_CORE_READ(bpf_get_current_task_btf(), mm, task_size) <= 0xffffffffUL)
+			call->head.flags |= DG_R_PROGRAM32;
+	}
 	/* An open that works has its descriptor as result: one kind of event whatever the number. */
 	if (!dg_admit(who, key_nr, call->ret < 0 ? call->ret : 0, s->hash, call->head.at_ns, weight))
 		return 0;

@@ -52,6 +52,7 @@ enum dg_record_flags {
 	DG_R_TRUNCATED = 2,       /* a path or directory was longer than what is kept */
 	DG_R_DETACHED = 4,        /* the directory is not below the task's root */
 	DG_R_UNREADABLE = 8,      /* a pointer argument could not be read */
+	DG_R_PROGRAM32 = 16,      /* an i386 call of a program that is a 32-bit one as a whole */
 };
 
 /* How a system call is looked at: low six bits of a class table entry. */

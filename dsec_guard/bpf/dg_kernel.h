@@ -109,6 +109,7 @@ struct signal_struct {
 } DG_CORE;
 
 struct mm_struct {
+	unsigned long task_size;
 	unsigned long arg_start;
 	unsigned long arg_end;
 } DG_CORE;

@@ -167,6 +167,7 @@ FIELDS: dict[str, Field_] = {
     "evt.name": Field_("str", _attr("name"), frozenset({"syscall", "counted", "sysctl"})),
     "evt.nr": Field_("int", _attr("nr"), _SYS),
     "evt.abi": Field_("str", lambda e, v: _call(e).abi.value, _SYS),
+    "evt.program32": Field_("bool", _attr("program32"), _SYS),
     "evt.ret": Field_("int", _attr("ret"), _RESULT | {"counted"}),
     "evt.errno": Field_("int", _attr("errno"), _RESULT),
     "evt.ok": Field_("bool", _attr("ok"), _RESULT),

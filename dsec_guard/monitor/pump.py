@@ -7,6 +7,7 @@ escaped, paths are resolved by text only and never looked up.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -323,9 +324,11 @@ class BoxStream:
             nr=raw.nr,
             abi=abi,
             args=raw.args,
-            ret=raw.ret,
+            # A filter that ends the task rolls the call back: its number stands where the result would.
+            ret=-errno.EPERM if abi is not Abi.X64 and raw.ret == raw.nr else raw.ret,
             data=raw.data.hex(),
             flags=_flags(name, raw.args, raw.extra),
+            program32=bool(raw.head.flags & wire.RecordFlag.PROGRAM32),
         )
 
     def _file(self, raw: wire.RawCall) -> list[Event]:

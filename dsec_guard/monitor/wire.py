@@ -64,6 +64,7 @@ class RecordFlag(IntFlag):
     TRUNCATED = 2
     DETACHED = 4
     UNREADABLE = 8
+    PROGRAM32 = 16
 
 
 class Why(IntEnum):
@@ -367,7 +368,7 @@ def _decode(view: memoryview) -> RawRecord:
     at_ns, box, kind, flags, size, exec_, phase, tgid, tid, ppid, uid, comm = _unpack_head(view)
     which = _KINDS[kind]
     head = RawHead(
-        at_ns, box, which, RecordFlag(flags & 15), size, exec_, phase, tgid, tid, ppid, uid, comm.partition(b"\0")[0]
+        at_ns, box, which, RecordFlag(flags & 31), size, exec_, phase, tgid, tid, ppid, uid, comm.partition(b"\0")[0]
     )
     base = _HEAD.size
     if which in (Kind.CALL, Kind.FILE):

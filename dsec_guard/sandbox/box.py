@@ -128,6 +128,12 @@ class Box:
         stack.callback(self._close_spawned)
         self.init = BoxInit(self.spawned.init_fd)
 
+    def forget_listener(self) -> None:
+        """The holder has the seccomp listener now and has to be the only one: an epoll set reports a closed descriptor for
+        as long as another copy of it is open (epoll(7), questions and answers, 6)."""
+        os.close(self.spawned.listener_fd)
+        self.spawned = replace(self.spawned, listener_fd=-1)
+
     def _close_spawned(self) -> None:
         spawned = self.spawned
         self.init.close()

@@ -9,12 +9,13 @@ is judged and recorded, and only then anything is written back to the workspace.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from dsec_guard.detect.engine import DetectorSet
-from dsec_guard.errors import HostError
+from dsec_guard.errors import HostError, UsageError
 from dsec_guard.host.cgroup import CgroupHost, Instance
 from dsec_guard.host.fanotify import FanotifyGroup
 from dsec_guard.host.probe import HostFeatures, probe
@@ -31,7 +32,16 @@ from dsec_guard.service.reaper import RUN_DIR, Ownership, reap
 from dsec_guard.service.request import RunOutcome, RunRequest
 from dsec_guard.service.run import Run
 
+RUN_DIR_VARIABLE = "DSEC_GUARD_RUN_DIR"
 NATIVE_DIR = Path(__file__).resolve().parent.parent / "_native"
+
+
+def run_dir_path() -> Path:
+    """$DSEC_GUARD_RUN_DIR, else /run/dsec-guard. Raises: UsageError for a relative path."""
+    path = Path(os.environ.get(RUN_DIR_VARIABLE) or RUN_DIR)
+    if not path.is_absolute():
+        raise UsageError(f"{RUN_DIR_VARIABLE}={path} is no absolute path", hint=f"unset it, or use {RUN_DIR}")
+    return path
 
 
 class Guard:
@@ -53,14 +63,15 @@ class Guard:
         self.stage_dir: Path
 
     @classmethod
-    def open(cls, state_dir: Path | None = None, *, run_dir: Path = RUN_DIR,
+    def open(cls, state_dir: Path | None = None, *, run_dir: Path | None = None,
              on_warning: Callable[[str], None] = lambda _text: None) -> Guard:
         """Remove what dead guards left, then start what boxes share.
 
-        state_dir: see StateDir.open. run_dir: for locks and mount points, on a file system of this boot.
-        Raises: HostError naming the missing feature, SetupError; nothing is left behind then.
+        state_dir: see StateDir.open. run_dir: for locks and mount points, on a file system of this boot; None:
+        $DSEC_GUARD_RUN_DIR, else /run/dsec-guard. All guards of a host share one, or their boxes may get the same user ids.
+        Raises: HostError naming the missing feature, SetupError, UsageError; nothing is left behind then.
         """
-        guard = cls(StateDir.open(state_dir), run_dir, on_warning)
+        guard = cls(StateDir.open(state_dir), run_dir_path() if run_dir is None else run_dir, on_warning)
         try:
             guard._start()
         except BaseException:

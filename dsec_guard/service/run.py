@@ -158,6 +158,7 @@ class Run:
         self.box = box
         if box.spawned.listener_fd >= 0:
             guard.holder.watch_notify(box.id, box.spawned.listener_fd, self.plan.notify_errnos)
+            box.forget_listener()
         if guard.monitor is not None:
             guard.monitor.set_init(box.id, box.spawned.pid)
             guard.monitor.reset_exec(box.id)
