@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import stat
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from dsec_guard.errors import UsageError
+from dsec_guard.host.newfile import new_file
 from dsec_guard.model import Event, Incident, Verdict, escape_bytes, severity_word
 
 if TYPE_CHECKING:
@@ -186,19 +185,8 @@ def write_atomic(path: Path, data: bytes, *, sync: bool = False) -> None:
             with path.open("wb", buffering=0) as stream:
                 _write_all(stream.fileno(), data)
             return
-        temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with new_file(path, sync=sync) as fd:
             _write_all(fd, data)
-            if sync:
-                os.fsync(fd)
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
-            raise
-        finally:
-            os.close(fd)
     except OSError as err:
         raise UsageError(f"cannot write {_path(path)}: {err.strerror}", hint="name a writable place") from err
 

@@ -27,6 +27,7 @@ import zstandard
 
 from dsec_guard.errors import RecordError, UsageError
 from dsec_guard.host.mount import RENAME_NOREPLACE, renameat2, syncfs
+from dsec_guard.host.newfile import new_file
 from dsec_guard.host.walk import Entry, Walk, WalkLimits, data_segments, open_beneath, open_regular
 from dsec_guard.model import OutputRefused, Source, escape_bytes, unescape_bytes
 from dsec_guard.sandbox.changes import (
@@ -413,21 +414,31 @@ def now_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_REALTIME)
 
 
+#: See `write_back`.
+Cover = Callable[[tuple[Path, ...]], contextlib.AbstractContextManager[None]]
+
+
+def _uncovered(_paths: tuple[Path, ...]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 def write_back(
     upper_fd: int, workspace: WorkspaceDir, *, inside_prefix: str, journal_dir: Path, started_ns: int,
-    limits: WalkLimits | None = None, force: bool = False,
+    limits: WalkLimits | None = None, force: bool = False, cover: Cover = _uncovered,
 ) -> WriteBackReport:
     """Apply what `upper_fd` holds to the workspace directory.
 
     started_ns: `now_ns()` of the run's start; a file, or a directory to be removed, with a later change time is a
     conflict: then nothing at all is applied and the report says `stopped` (force=True applies the rest all the same).
-    journal_dir: where the note stands that `recover` reads after a kill. Raises UsageError when the workspace is no
+    journal_dir: where the note stands that `recover` reads after a kill. cover: entered with the paths of note and staging
+    directory while they may exist, for somebody who removes them at once if we are killed. Raises UsageError when the workspace is no
     longer the directory it was, OSError when staging fails (nothing is applied then).
     """
     dir_fd = _open_workspace(workspace)
     try:
         planned = _plan_changes(upper_fd, dir_fd, inside_prefix, workspace.path, limits)
-        return _apply(planned, _UpperSource(upper_fd), dir_fd, workspace, journal_dir, started_ns, force)
+        return _apply(planned, _UpperSource(upper_fd), dir_fd, workspace, journal_dir, started_ns, force,
+                      cover)
     finally:
         os.close(dir_fd)
 
@@ -446,7 +457,7 @@ def _open_workspace(workspace: WorkspaceDir) -> int:
 
 
 def _apply(planned: _Planned, source: _Source, dir_fd: int, workspace: WorkspaceDir, journal_dir: Path,
-           started_ns: int, force: bool) -> WriteBackReport:
+           started_ns: int, force: bool, cover: Cover = _uncovered) -> WriteBackReport:
     work = _Application(planned, source, dir_fd, workspace, started_ns)
     conflicts = work.conflicts()
     if conflicts and not force:
@@ -455,7 +466,7 @@ def _apply(planned: _Planned, source: _Source, dir_fd: int, workspace: Workspace
                                conflicts=tuple(escape_bytes(path) for path in sorted(conflicts)))
     work.leave_out(conflicts)
     if planned.changes:
-        with _journal(journal_dir, workspace) as stage_name:
+        with _journal(journal_dir, workspace, cover) as stage_name:
             work.run(stage_name)
     refused = planned.refused + [(path, "changed_on_host", b"") for path in conflicts]
     return WriteBackReport(
@@ -710,7 +721,7 @@ def _remove_stage(dir_fd: int, stage_name: bytes, stage: int) -> None:
 
 
 @contextlib.contextmanager
-def _journal(journal_dir: Path, workspace: WorkspaceDir) -> Iterator[bytes]:
+def _journal(journal_dir: Path, workspace: WorkspaceDir, cover: Cover) -> Iterator[bytes]:
     """Note, locked while we live, that a staging directory exists; gone when it is."""
     journal_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = secrets.token_hex(8)
@@ -722,16 +733,17 @@ def _journal(journal_dir: Path, workspace: WorkspaceDir) -> Iterator[bytes]:
     })
     # Locked under a name that `recover` does not read, so that it never sees a note of ours without its lock.
     hidden = journal_dir / f".{token}"
-    fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, text.encode())
-        os.fsync(fd)
-        os.rename(hidden, note)
-        yield stage_name
-        os.unlink(note)
-    finally:
-        os.close(fd)
+    with cover((hidden, note, workspace.path / os.fsdecode(stage_name))):
+        fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.write(fd, text.encode())
+            os.fsync(fd)
+            os.rename(hidden, note)
+            yield stage_name
+            os.unlink(note)
+        finally:
+            os.close(fd)
 
 
 def recover(journal_dir: Path) -> tuple[str, ...]:
@@ -804,26 +816,17 @@ def pack(
         "schema": PACK_SCHEMA, "started_ns": started_ns,
         "changes": [_to_record(change) for change in planned.changes],
     }).encode()
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     written = 0
-    try:
-        with os.fdopen(fd, "wb") as out:
-            with zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as stream, \
-                    tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-                _add_member(tar, "manifest.json", len(manifest), BytesIO(manifest))
-                for number, change in enumerate(planned.changes):
-                    if change.kind == "write":
-                        size = sum(length for _, length in change.segments)
-                        with _Packed(upper_fd, change) as data:
-                            _add_member(tar, f"data/{number}", size, data)
-                        written += size
-            out.flush()
-            os.fsync(out.fileno())
-        os.rename(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with new_file(target, sync=True) as fd, os.fdopen(fd, "wb", closefd=False) as out:
+        with zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as stream, \
+                tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+            _add_member(tar, "manifest.json", len(manifest), BytesIO(manifest))
+            for number, change in enumerate(planned.changes):
+                if change.kind == "write":
+                    size = sum(length for _, length in change.segments)
+                    with _Packed(upper_fd, change) as data:
+                        _add_member(tar, f"data/{number}", size, data)
+                    written += size
     return WriteBackReport(
         applied=tuple(escape_bytes(change.path) for change in planned.changes if change.kind != "remove"),
         removed=tuple(escape_bytes(change.path) for change in planned.changes if change.kind == "remove"),

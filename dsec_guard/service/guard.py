@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -53,6 +53,7 @@ class Guard:
         self.on_warning = on_warning
         self.detectors = DetectorSet.load(data_dir("detectors"))
         self._stack = contextlib.ExitStack()
+        self._covered: set[Path] = set()
         self._features: dict[tuple[str, ...], HostFeatures] = {}
         self.instance: Instance
         self.holder: Holder
@@ -105,6 +106,21 @@ class Guard:
     def journal_dir(self) -> Path:
         """Where notes of write-backs in progress are kept."""
         return self.state.path / "write-back"
+
+    @contextlib.contextmanager
+    def cover(self, paths: tuple[Path, ...]) -> Iterator[None]:
+        """While the block runs, the holder removes `paths` if we are killed: the last one first."""
+        for directory in dict.fromkeys(path.parent for path in paths):
+            if directory not in self._covered:
+                self.holder.own_directory(directory)
+                self._covered.add(directory)
+        for path in paths:
+            self.holder.register_path(path)
+        try:
+            yield
+        finally:
+            for path in paths:
+                self.holder.release_path(path)
 
     def features(self, policy: Policy) -> HostFeatures:
         """What of the host this policy asks for, probed once per guard."""

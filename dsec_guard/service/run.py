@@ -624,7 +624,7 @@ class Run:
                 refused=_refused(packed.refused), refused_total=len(packed.refused), pack=target, apply_command=command,
                 why=why))
         done = write_back(upper, self.workspace, inside_prefix=inside, journal_dir=self.guard.journal_dir,
-                          started_ns=self.started_ns, force=keep is KeepMode.KEEP_ALWAYS)
+                          started_ns=self.started_ns, force=keep is KeepMode.KEEP_ALWAYS, cover=self.guard.cover)
         if done.stopped:
             target = self.run_dir.changes_file
             pack(upper, self.workspace, target, inside_prefix=inside, started_ns=self.started_ns)

@@ -501,15 +501,16 @@ def test_connect_beyond_loopback_is_refused_by_the_hook_and_shown_twice(yard: Ya
             s = socket.socket(family)
             try:
                 s.connect(where)
-            except PermissionError:
-                continue
+            except OSError as problem:
+                if problem.errno == 101:
+                    continue
             sys.exit(1)
     """)
     hooks = [e for e in yard.events(NetworkAttempt) if not e.ok]
     assert [(e.op, e.address, e.port, e.errno) for e in hooks] == [
-        ("connect", "198.51.100.1", 80, 1), ("connect", "2001:db8::1", 443, 1),
+        ("connect", "198.51.100.1", 80, 101), ("connect", "2001:db8::1", 443, 101),
     ]  # fmt: skip
-    assert [(e.address, e.errno) for e in yard.calls("connect")] == [("inet:198.51.100.1:80", 1), ("inet6:[2001:db8::1]:443", 1)]
+    assert [(e.address, e.errno) for e in yard.calls("connect")] == [("inet:198.51.100.1:80", 101), ("inet6:[2001:db8::1]:443", 101)]
 
 
 def test_network_word_is_switched_live_and_loopback_is_always_open(yard: Yard) -> None:
@@ -522,19 +523,17 @@ def test_network_word_is_switched_live_and_loopback_is_always_open(yard: Yard) -
             s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             try:
                 s.connect(("192.0.2.1", 9))  # a datagram socket sends nothing when it connects
-                print("open")
-            except PermissionError:
-                print("closed")
             except OSError:
-                print("open")  # the hook let it pass, there is no route
+                pass  # there may be no route either: the hook's own word counts
         """
-        assert yard.python(code) == "closed\n"
+        yard.python(code)
         yard.monitor.set_network(box, loader.NETWORK_OPEN)
-        assert yard.python(code) == "open\n"
+        yard.python(code)
         yard.monitor.set_network(box, loader.NETWORK_NONE)
-        assert yard.python(code) == "closed\n"
-    allowed = [e for e in yard.events(NetworkAttempt) if e.ok and e.port == port]
-    assert len(allowed) == 3
+        yard.python(code)
+    attempts = yard.events(NetworkAttempt)
+    assert [e.ok for e in attempts if e.port == port] == [True, True, True]
+    assert [e.ok for e in attempts if e.port == 9] == [False, True, False]
 
 
 def test_refused_datagrams_show_what_they_carried(yard: Yard) -> None:
@@ -546,8 +545,9 @@ def test_refused_datagrams_show_what_they_carried(yard: Yard) -> None:
                      lambda: s.sendmsg([b"secret-2"], [], 0, ("198.51.100.2", 9))):
             try:
                 send()
-            except PermissionError:
-                continue
+            except OSError as problem:
+                if problem.errno == 101:
+                    continue
             sys.exit(1)
     """)
     assert [(e.address, bytes.fromhex(e.data)) for e in yard.calls("sendto")] == [("inet:198.51.100.1:53", b"secret-1")]
@@ -925,7 +925,7 @@ def test_cold_box_has_hooks_and_tracepoints_but_no_system_calls(yard: Yard) -> N
         call(161, b"/")
         try:
             socket.socket().connect(("198.51.100.1", 80))
-        except PermissionError:
+        except OSError:
             pass
     """, box="cold")
     assert yard.events(SyscallSeen, "cold") == []
