@@ -24,8 +24,15 @@ static size_t append(char *to, size_t room, size_t at, const char *text)
 	return at;
 }
 
+void dg_enter(struct dg_error *err, const char *step)
+{
+	memset(err->step, 0, sizeof(err->step)); /* it is sent as a whole */
+	append(err->step, sizeof(err->step), 0, step);
+}
+
 int dg_refuse(struct dg_error *err, const char *what, int errnum)
 {
+	memset(err->call, 0, sizeof(err->call));
 	append(err->call, sizeof(err->call), 0, what);
 	err->errnum = errnum;
 	return -1;
@@ -39,8 +46,10 @@ int dg_fail(struct dg_error *err, const char *call)
 int dg_fail_at(struct dg_error *err, const char *call, const char *object)
 {
 	int saved = errno;
-	size_t at = append(err->call, sizeof(err->call), 0, call);
+	size_t at;
 
+	memset(err->call, 0, sizeof(err->call));
+	at = append(err->call, sizeof(err->call), 0, call);
 	at = append(err->call, sizeof(err->call), at, "(");
 	at = append(err->call, sizeof(err->call), at, object);
 	append(err->call, sizeof(err->call), at, ")");

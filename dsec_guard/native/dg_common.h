@@ -17,6 +17,9 @@ struct dg_error {
 	int errnum;
 };
 
+/* Says which step is at work: what fails from here on is told under that name. */
+void dg_enter(struct dg_error *err, const char *step);
+
 /* Records @call and the current errno. Always returns -1, so that callers can `return dg_fail(...)`. */
 int dg_fail(struct dg_error *err, const char *call);
 

@@ -205,7 +205,7 @@ static void run_command(const struct dg_exec *exec, const int *stdio, struct dg_
 	char **argv = texts(exec, exec->argv), **env = texts(exec, exec->env);
 	sigset_t none;
 
-	strcpy(err->step, "prepare");
+	dg_enter(err, "prepare");
 	if (!argv || !env) {
 		dg_refuse(err, "malloc", ENOMEM);
 		return;
@@ -233,16 +233,16 @@ static void run_command(const struct dg_exec *exec, const int *stdio, struct dg_
 	umask(exec->umask);
 	if (set_rlimits(err) < 0 || become(&who, err) < 0)
 		return;
-	strcpy(err->step, "chdir");
+	dg_enter(err, "chdir");
 	/* After the change of user: the directory has to be one it may enter. */
 	if (chdir(dg_text(exec, exec->cwd)) < 0) {
 		dg_fail_at(err, "chdir", dg_text(exec, exec->cwd));
 		return;
 	}
-	strcpy(err->step, "confine");
+	dg_enter(err, "confine");
 	if (bind_to_phase(who.phase, err) < 0)
 		return;
-	strcpy(err->step, "execve");
+	dg_enter(err, "execve");
 	exec_search(argv, env);
 	dg_fail_at(err, "execve", argv[0]);
 }
@@ -483,7 +483,7 @@ static int self_check(struct dg_answer *ans, struct dg_error *err)
 	ssize_t got;
 	pid_t pid;
 
-	strcpy(err->step, "self_check");
+	dg_enter(err, "self_check");
 	if (pipe2(results, O_CLOEXEC) < 0)
 		return dg_fail(err, "pipe2");
 	pid = fork();
@@ -516,7 +516,7 @@ static int start(struct dg_error *err)
 	int next = DG_INIT_RULESETS;
 	size_t size;
 
-	strcpy(err->step, "start_init");
+	dg_enter(err, "start_init");
 	if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
 		return dg_fail(err, "prctl(PR_SET_DUMPABLE)");
 	prctl(PR_SET_NAME, "init", 0, 0, 0);
@@ -547,7 +547,7 @@ int main(void)
 		goto fail;
 	if (plan->flags & DG_PLAN_SELF_CHECK && self_check(&ready, &err) < 0)
 		goto fail;
-	strcpy(err.step, "start_init");
+	dg_enter(&err, "start_init");
 	if (sigprocmask(SIG_BLOCK, &child, NULL) < 0 ||
 	    (signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK)) < 0) {
 		dg_fail(&err, "signalfd");

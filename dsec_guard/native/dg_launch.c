@@ -81,7 +81,7 @@ static int await_ready(int report, const struct dg_plan *plan, uint64_t deadline
 		if (n < 0 && errno == EINTR)
 			continue;
 		if (n <= 0) {
-			strcpy(err->step, "deadline");
+			dg_enter(err, "deadline");
 			return n < 0 ? dg_fail(err, "poll") : dg_refuse(err, handed_over ? "self_check" : "setup", ETIMEDOUT);
 		}
 		if (fds[1].revents & POLLIN)
@@ -92,7 +92,7 @@ static int await_ready(int report, const struct dg_plan *plan, uint64_t deadline
 		state = dg_recv(report, ready, sizeof(*ready), got->fds + got->n, handed_over ? 0 : MAX_HANDLES - got->n,
 				&extra);
 		if (state <= 0 || ready->magic != DG_MSG_MAGIC) {
-			strcpy(err->step, handed_over ? "exec_init" : "setup");
+			dg_enter(err, handed_over ? "exec_init" : "setup");
 			return dg_refuse(err, "the box's first process ended", ECHILD);
 		}
 		if (ready->kind == DG_ANS_ERROR) {
@@ -106,7 +106,7 @@ static int await_ready(int report, const struct dg_plan *plan, uint64_t deadline
 		if (ready->kind == DG_ANS_READY && handed_over)
 			return 0;
 		if (ready->kind != DG_ANS_SPAWNED || handed_over) {
-			strcpy(err->step, "setup");
+			dg_enter(err, "setup");
 			return dg_refuse(err, "unexpected answer", EPROTO);
 		}
 		if (plan->notify.len)
@@ -118,7 +118,7 @@ static int await_ready(int report, const struct dg_plan *plan, uint64_t deadline
 
 static int judge_checks(const struct dg_answer *ready, struct dg_error *err)
 {
-	strcpy(err->step, "self_check");
+	dg_enter(err, "self_check");
 	if (ready->checks > sizeof(ready->check) / sizeof(*ready->check))
 		return dg_refuse(err, "number of checks", EPROTO);
 	for (uint32_t i = 0; i < ready->checks; i++) {
@@ -178,7 +178,7 @@ static int clone_box(struct dg_box *box, int *pidfd, pid_t *pid, struct dg_error
 	if (done == 0)
 		become_box(box);
 	if (done < 0) {
-		strcpy(err->step, "clone");
+		dg_enter(err, "clone");
 		return dg_fail(err, "clone3");
 	}
 	*pid = (pid_t)done;
@@ -196,7 +196,7 @@ static int spawn(const struct dg_launcher *launcher, const struct dg_plan *plan,
 	pid_t pid = -1;
 
 	memset(box.landlock, 0xff, sizeof(box.landlock));
-	strcpy(err->step, "clone");
+	dg_enter(err, "clone");
 	if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, init) < 0)
 		return dg_fail(err, "socketpair");
 	if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, report) < 0) {

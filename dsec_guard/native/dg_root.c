@@ -22,7 +22,10 @@
 
 enum want { WANT_ANY, WANT_DIR, WANT_FILE };
 
-#define PRIVATE_INODES 64 /* `.dg` and its content: not the box's, so added to its limit */
+/* Not the box's, so added to its limit: `.dg` with its content; of each overlay two mount points, its layers and what
+ * overlayfs keeps in `work`. */
+#define PRIVATE_INODES 8
+#define OVERLAY_INODES 8
 
 static int open_below(int dir, const char *path, uint64_t flags, uint64_t resolve)
 {
@@ -560,11 +563,16 @@ static int make_stage(struct dg_box *box, struct dg_error *err)
 	const struct dg_plan *plan = box->plan;
 	const char *stage = dg_text(plan, plan->stage_dir);
 	uid_t top = dg_host_id(box, 0);
+	const struct dg_op *ops = dg_at(plan, plan->ops);
+	unsigned long long inodes = plan->store_inodes + PRIVATE_INODES;
 	char options[160];
 	int fd;
 
+	for (uint32_t i = 0; i < plan->ops.len; i++)
+		if (ops[i].kind == DG_OP_OVERLAY)
+			inodes += OVERLAY_INODES;
 	snprintf(options, sizeof(options), "size=%llu,nr_inodes=%llu,mode=0700", (unsigned long long)plan->store_bytes,
-		 (unsigned long long)plan->store_inodes + PRIVATE_INODES);
+		 inodes);
 	if (mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, options) < 0)
 		return dg_fail_at(err, "mount(stage)", stage);
 	box->store = open(stage, O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -312,7 +312,7 @@ int dg_setup(struct dg_box *box, struct dg_error *err)
 {
 	for (size_t i = 0; i < STEPS; i++)
 		if (dg_setup_steps[i].run(box, err) < 0) {
-			strcpy(err->step, dg_setup_steps[i].name);
+			dg_enter(err, dg_setup_steps[i].name);
 			break;
 		}
 	return -1;

@@ -128,7 +128,7 @@ int dg_make_userns(uint32_t base, uint32_t flags, uint32_t owner_uid, uint32_t o
 	ssize_t got;
 	pid_t pid;
 
-	strcpy(err->step, "make_userns");
+	dg_enter(err, "make_userns");
 	if (base < DG_ID_COUNT || base > UINT32_MAX - DG_ID_COUNT || flags & ~DG_USERNS_OWNER)
 		return dg_refuse(err, "base uid", EINVAL);
 	if (flags & DG_USERNS_OWNER) {

@@ -35,8 +35,8 @@ OWN_TASKS = 1  # dg-init counts against pids.max and is not the agent's
 
 @dataclass(frozen=True, kw_only=True)
 class BoxRequest:
-    """What a box is made for. binds: beside the policy's, read-only. tty: its command gets a terminal. stage_dir: an existing directory that the
-    launcher mounts over in the box's own mount namespace."""
+    """What a box is made for. binds: beside the policy's, read-only. tty: its command gets a terminal. stage_dir: an
+    existing directory that the launcher mounts over in the box's own mount namespace."""
 
     name: str
     policy: Policy

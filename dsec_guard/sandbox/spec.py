@@ -44,6 +44,9 @@ class MountFlag(IntFlag):
     OPTIONAL = 128      # a missing source or target is no failure
 
 
+NO_FLAGS = MountFlag(0)
+
+
 @dataclass(frozen=True)
 class RootOp:
     kind: OpKind
@@ -52,7 +55,7 @@ class RootOp:
     name: str = ""
     content: bytes = b""
     fd: int = -1
-    flags: MountFlag = MountFlag(0)
+    flags: MountFlag = NO_FLAGS
     mode: int = 0o755
     uid: int = 0
     gid: int = 0

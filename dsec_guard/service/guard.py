@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from dsec_guard.detect.engine import DetectorSet
-from dsec_guard.errors import HostError, UsageError
+from dsec_guard.errors import HostError, SetupError, UsageError
 from dsec_guard.host.cgroup import CgroupHost, Instance
 from dsec_guard.host.fanotify import FanotifyGroup
 from dsec_guard.host.probe import HostFeatures, probe
@@ -85,15 +85,20 @@ class Guard:
             self.on_warning(f"removed what a guard that was killed left: {left}")
         for workspace in recover(self.journal_dir):
             self.on_warning(f"removed the half-made write-back of a guard that was killed, in {workspace}")
-        owner = self._stack.enter_context(Ownership.take(self.run_dir))
+        # The holder comes first and learns of everything before it is made: a kill in between leaves nothing either.
+        host = CgroupHost.probe()
+        self.holder = self._stack.enter_context(Holder.start(NATIVE_DIR))
+        owner = self._stack.enter_context(Ownership.take(self.run_dir, cover=self.cover))
+        self.holder.hold_fd("ownership", owner.fd)
         self.stage_dir = owner.directory / "stage"
         self.stage_dir.mkdir(mode=0o700)
-        self.instance = self._stack.enter_context(CgroupHost.probe().instance(owner.name))
-        self.holder = self._stack.enter_context(Holder.start(NATIVE_DIR, self.instance))
-        self.holder.hold_fd("ownership", owner.fd)
-        self.holder.own_directory(owner.directory.parent)
-        self.holder.register_path(owner.lock_path)
-        self.holder.register_path(owner.directory)
+        for root in (host.v2.path, *host.v1_mounts):
+            self.holder.own_directory(root)
+        with self._registered(tuple(base / owner.name for base in host.bases())):
+            self.instance = self._stack.enter_context(host.instance(owner.name))
+            self.holder.register_instance(self.instance)
+        # What lives in the instance has to end before its directories can go.
+        self._stack.callback(self.holder.end)
         self.launcher = Launcher(self.holder.launcher_socket)
         self._stack.callback(self.launcher.close)
         try:
@@ -114,13 +119,19 @@ class Guard:
             if directory not in self._covered:
                 self.holder.own_directory(directory)
                 self._covered.add(directory)
+        with self._registered(paths):
+            yield
+
+    @contextlib.contextmanager
+    def _registered(self, paths: tuple[Path, ...]) -> Iterator[None]:
         for path in paths:
             self.holder.register_path(path)
         try:
             yield
         finally:
-            for path in paths:
-                self.holder.release_path(path)
+            with contextlib.suppress(SetupError):  # a holder that has ended has removed them
+                for path in paths:
+                    self.holder.release_path(path)
 
     def features(self, policy: Policy) -> HostFeatures:
         """What of the host this policy asks for, probed once per guard."""

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -26,22 +26,31 @@ RUN_DIR = Path("/run/dsec-guard")
 
 _INSTANCE = re.compile(r"(\d{1,10})-(\d{1,20})(?:-\d{1,6})?\Z")
 
+#: See `Ownership.take`.
+Cover = Callable[[tuple[Path, ...]], contextlib.AbstractContextManager[None]]
+
+
+def _uncovered(_paths: tuple[Path, ...]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
 
 class Ownership:
     """The right to an instance name. `fd`: the lock; give a copy to the holder. `directory`: scratch space of the
     instance (`<run_dir>/instances/<name>`, 0700), removed with it."""
 
-    def __init__(self, name: str, fd: int, lock_path: Path) -> None:
+    def __init__(self, name: str, fd: int, lock_path: Path, covered: contextlib.ExitStack) -> None:
         self.name = name
+        self._covered = covered
         self.fd = fd
         self.lock_path = lock_path
         self.directory = lock_path.with_suffix("")
 
     @classmethod
-    def take(cls, run_dir: Path = RUN_DIR) -> Ownership:
+    def take(cls, run_dir: Path = RUN_DIR, *, cover: Cover = _uncovered) -> Ownership:
         """Claim a name of this process that was never used. Take it before any directory is made under it.
 
-        Raises: HostError when `run_dir` cannot be used.
+        cover: entered with the paths of lock and directory before they are made, left when they are gone; for somebody
+        who removes them at once if we are killed. Raises: HostError when `run_dir` cannot be used.
         """
         instances = ensure_run_dir(run_dir) / "instances"
         try:
@@ -50,18 +59,22 @@ class Ownership:
             for number in range(1_000_000):
                 name = f"{stem}-{number}" if number else stem
                 path = instances / f"{name}.lock"
-                try:
-                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                except FileExistsError:
-                    continue
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                # Between making and locking it a reaper may have taken the file for a leftover.
-                if os.fstat(fd).st_nlink == 0:
-                    os.close(fd)
-                    continue
-                owner = cls(name, fd, path)
-                owner.directory.mkdir(mode=0o700)
-                return owner
+                with contextlib.ExitStack() as attempt:
+                    if path.exists():
+                        continue  # before it is covered: it is another guard's
+                    attempt.enter_context(cover((path, path.with_suffix(""))))
+                    try:
+                        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                    except FileExistsError:
+                        continue
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+                    # Between making and locking it a reaper may have taken the file for a leftover.
+                    if os.fstat(fd).st_nlink == 0:
+                        os.close(fd)
+                        continue
+                    owner = cls(name, fd, path, attempt.pop_all())
+                    owner.directory.mkdir(mode=0o700)
+                    return owner
         except OSError as error:
             raise HostError(f"{error.filename or instances}: {error.strerror}", feature="run_dir") from error
         raise HostError(f"{instances} has a million locks of this process", feature="run_dir")
@@ -74,6 +87,7 @@ class Ownership:
         self.lock_path.unlink(missing_ok=True)
         os.close(self.fd)
         self.fd = -1
+        self._covered.close()
 
     def __enter__(self) -> Ownership:
         return self

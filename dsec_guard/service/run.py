@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
@@ -20,16 +21,13 @@ from dsec_guard.host.cgroup import CgroupUsage
 from dsec_guard.incident.result import result_json
 from dsec_guard.incident.store import RunDir
 from dsec_guard.model import (
-    CallsCounted,
     Event,
-    EvidenceLost,
     ExitReason,
     Layer,
     LayerState,
     Level,
     LimitHit,
     OutputRefused,
-    Phase,
     RunEnded,
     Source,
     SyscallSeen,
@@ -323,9 +321,11 @@ class Run:
                 raise MonitorError(f"the holder could not set up a sensor: {os.strerror(message.errno)}")
             elif isinstance(message, HolderDied):
                 raise MonitorError("the holder process died; its boxes ended with it")
-            elif isinstance(message, ChildExited) and self.box is not None and message.pid == self.box.spawned.pid:
-                if self._exit is None and self._reason is None:
-                    self._reason = ExitReason.MEMORY_LIMIT if self._oom else ExitReason.GUARD_ERROR
+            elif isinstance(message, ChildExited) and self._is_init(message.pid) and self._exit is None:
+                self._reason = self._reason or (ExitReason.MEMORY_LIMIT if self._oom else ExitReason.GUARD_ERROR)
+
+    def _is_init(self, pid: int) -> bool:
+        return self.box is not None and pid == self.box.spawned.pid
 
     def _note_oom(self, kills: int) -> None:
         """One victim ends the box: a tree with a hole in it would go on with wrong results."""
@@ -335,7 +335,8 @@ class Run:
 
     def _drain_kernel(self) -> int:
         monitor = self.guard.monitor
-        assert monitor is not None and self.stream is not None
+        assert monitor is not None
+        assert self.stream is not None
         records = monitor.drain(4096)
         for raw in records:
             if raw.head.box == self.stream.box_id:
@@ -352,7 +353,8 @@ class Run:
 
     def _take(self, events: Iterable[Event]) -> None:
         """Every event goes the same way: counted, recorded, judged."""
-        assert self.judge is not None and self.record is not None
+        assert self.judge is not None
+        assert self.record is not None
         for event in events:
             self.events += 1
             if isinstance(event, SyscallSeen) and event.errno in (errno.ENOSPC, errno.EMFILE, errno.EFBIG, errno.EDQUOT):
@@ -556,8 +558,8 @@ class Run:
             for hook in monitor.layers:
                 if hook.attached or hook.name in optional:
                     continue
-                source = "sys_exit" if hook.name.endswith("sys_exit") else "cgroup" if hook.name.startswith("cgroup/") else "tracepoint"
-                missing.append(source)
+                kind, _, name = hook.name.partition("/")
+                missing.append("sys_exit" if name == "sys_exit" else "cgroup" if kind == "cgroup" else "tracepoint")
         if self.policy.monitor.level is Level.FULL:
             missing.append("notify")
         return Completeness(
@@ -652,7 +654,5 @@ def _refused(events: Iterable[OutputRefused]) -> tuple[RefusedPath, ...]:
 
 
 def _empty(fd: int) -> None:
-    try:
+    with contextlib.suppress(BlockingIOError):  # an earlier turn may have read it
         os.read(fd, 4096)
-    except BlockingIOError:
-        pass  # read by an earlier turn

@@ -510,7 +510,9 @@ def test_connect_beyond_loopback_is_refused_by_the_hook_and_shown_twice(yard: Ya
     assert [(e.op, e.address, e.port, e.errno) for e in hooks] == [
         ("connect", "198.51.100.1", 80, 101), ("connect", "2001:db8::1", 443, 101),
     ]  # fmt: skip
-    assert [(e.address, e.errno) for e in yard.calls("connect")] == [("inet:198.51.100.1:80", 101), ("inet6:[2001:db8::1]:443", 101)]
+    assert [(e.address, e.errno) for e in yard.calls("connect")] == [
+        ("inet:198.51.100.1:80", 101), ("inet6:[2001:db8::1]:443", 101),
+    ]  # fmt: skip
 
 
 def test_network_word_is_switched_live_and_loopback_is_always_open(yard: Yard) -> None:
