@@ -274,7 +274,7 @@ class FileOpened(_WithResult, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessExec(Event):
-    """exec succeeded. exe: the kernel's file name. argv: at most 16 words / 512 bytes. memfd: no name in the file system."""
+    """exec succeeded. exe: the kernel's file name. argv: at most 64 words / 512 bytes. memfd: no name in the file system."""
 
     kind: ClassVar[str] = "exec"
     exe: str

@@ -71,6 +71,11 @@ def report_error(err: Exception) -> None:
     hint = err.hint if isinstance(err, DsecGuardError) else ""
     if not isinstance(err, DsecGuardError) and not os.environ.get("DSEC_GUARD_DEBUG"):
         hint = "DSEC_GUARD_DEBUG=1 shows where; please report it"
+    elif isinstance(err, PolicyError) and not hint:
+        hint = "correct it; `dsec-guard policy validate FILE` checks a policy and its parents without running anything"
+    elif isinstance(err, UsageError) and not hint:
+        context = click.get_current_context(silent=True)
+        hint = f"`{context.command_path if context is not None else 'dsec-guard'} --help` lists what is accepted"
     for line in hint.splitlines():
         _to_stderr(f"  next: {printable(line)}\n")
 

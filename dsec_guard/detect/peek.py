@@ -28,6 +28,8 @@ LINK_CALLS = frozenset({"link", "linkat"})
 READLINK_CALLS = frozenset({"readlink", "readlinkat"})
 EXEC_CALLS = frozenset({"execve", "execveat"})
 CHDIR_CALLS = frozenset({"chdir", "fchdir"})
+#: Calls that would show a tree at another place.
+MOUNT_SOURCE_CALLS = frozenset({"mount", "open_tree", "open_tree_attr", "move_mount"})
 EACCES, EPERM = 13, 1
 
 #: Accesses kept per process; a process that goes on is no better for it.
@@ -67,8 +69,8 @@ class _Seen:
 
 
 @detector(
-    rules=("peek.hidden_read",), watches=(FileOpened, SyscallSeen),
-    syscalls=OPEN_CALLS | LINK_CALLS | EXEC_CALLS | CHDIR_CALLS, needs=(("sys_exit", "fanotify"),),
+    rules=("peek.hidden_read",), watches=(FileOpened, SyscallSeen, ProcessExec),
+    syscalls=OPEN_CALLS | LINK_CALLS | EXEC_CALLS | CHDIR_CALLS | MOUNT_SOURCE_CALLS, needs=(("sys_exit", "fanotify"),),
 )
 class HiddenRead:
     """A hidden path, or the decoy that stands for it, was opened for reading (or linked, or run) by a program meant to.
@@ -86,6 +88,12 @@ class HiddenRead:
                 return ()
             real = event.label == "hidden" and not event.decoy and event.ok
             self._keep(view.path(event), event, Outcome.SUCCEEDED if real else Outcome.ATTEMPTED, view)
+        elif isinstance(event, ProcessExec):
+            self._loader(event, view)
+        elif isinstance(event, SyscallSeen) and event.name in MOUNT_SOURCE_CALLS:
+            source = view.path2(event) if event.name == "mount" else view.path(event)
+            if below_any(source, view.facts.hidden):
+                self._keep(source, event, Outcome.ATTEMPTED, view)
         elif isinstance(event, SyscallSeen):
             path = view.path(event)
             inside = below_any(path, view.facts.hidden)
@@ -97,6 +105,15 @@ class HiddenRead:
             elif not inside and not event.ok:
                 self._seen(event, view).walk.note(event, path)
         return ()
+
+    def _loader(self, event: ProcessExec, view: View) -> None:
+        """The dynamic loader started by hand with a hidden file for its program: it hides the program's name, and may
+        fail before it opens anything."""
+        if not basename(event.exe).startswith(("ld-linux", "ld-musl", "ld.so", "ld64.so")):
+            return
+        for word in event.argv[2:]:
+            if word.startswith("/") and below_any(normalise(word), view.facts.hidden):
+                self._keep(normalise(word), event, Outcome.ATTEMPTED, view)
 
     def _seen(self, event: Event, view: View) -> _Seen:
         seen = self._by_process.get(event.tgid)
@@ -130,7 +147,7 @@ def _hidden_finding(path: str, event: Event, outcome: Outcome, process: ProcessI
                 else "the kernel opened the object itself")
     else:
         error = event.errno if isinstance(event, (FileOpened, SyscallSeen)) else 0
-        fact = f"the kernel refused it with error {error}"
+        fact = f"the kernel refused it with error {error}" if error else "it was named to the dynamic loader"
     root = below_any(path, view.facts.hidden) or path
     return Finding(
         rule="peek.hidden_read", cls=Class.ANSWER_PEEK, outcome=outcome, severity=10 if outcome is Outcome.SUCCEEDED else 7,

@@ -98,15 +98,10 @@ static int become(const struct identity *who, struct dg_error *err)
 
 	if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) < 0)
 		return dg_fail(err, "prctl(PR_CAP_AMBIENT_CLEAR_ALL)");
-	for (unsigned int cap = 0; cap <= DG_CAP_LAST; cap++) {
-		if (who->caps >> cap & 1)
-			continue;
-		if (prctl(PR_CAPBSET_DROP, cap, 0, 0, 0) == 0)
-			continue;
-		if (errno == EINVAL)
-			break;
-		return dg_fail(err, "prctl(PR_CAPBSET_DROP)");
-	}
+	/* All others are gone since the set-up. */
+	for (unsigned int cap = 0; cap <= DG_CAP_LAST; cap++)
+		if (((plan->caps | DG_INIT_CAPS) & ~who->caps) >> cap & 1 && prctl(PR_CAPBSET_DROP, cap, 0, 0, 0) < 0)
+			return dg_fail(err, "prctl(PR_CAPBSET_DROP)");
 	if (syscall(SYS_setgroups, (size_t)who->ngroups, who->groups) < 0)
 		return dg_fail(err, "setgroups");
 	if (syscall(SYS_setresgid, who->gid, who->gid, who->gid) < 0)
@@ -426,15 +421,19 @@ static int loop(int signals)
 
 /* ---- the proof before any agent code: what must fail is tried, as root of the box with all it may ever hold ---- */
 
-static void note(int to, const char *name, int refused, int errnum)
+static void note(struct dg_answer *to, const char *name, int refused, int errnum)
 {
-	struct dg_check_result result = { .refused = (uint32_t)refused, .errnum = (uint32_t)errnum };
+	struct dg_check_result *result = &to->check[to->checks];
 
-	memcpy(result.name, name, strnlen(name, sizeof(result.name) - 1));
-	(void)!write(to, &result, sizeof(result));
+	if (to->checks == sizeof(to->check) / sizeof(*to->check))
+		_exit(1); /* dg_check_plan bounds the plan's own, so there is room */
+	result->refused = (uint32_t)refused;
+	result->errnum = (uint32_t)errnum;
+	memcpy(result->name, name, strnlen(name, sizeof(result->name) - 1));
+	to->checks++;
 }
 
-static void try(int to, const char *name, long result)
+static void try(struct dg_answer *to, const char *name, long result)
 {
 	note(to, name, result < 0, result < 0 ? errno : 0);
 }
@@ -450,7 +449,7 @@ static int root_is_scaffold(void)
 }
 
 /* Only what this plan claims is tried. Every attempt is harmless should it work: the box is killed then. */
-static void attempt_all(int to)
+static void attempt_all(struct dg_answer *to)
 {
 	const struct dg_phase *phase = (const struct dg_phase *)dg_at(plan, plan->phases) + plan->check_phase;
 	const struct dg_check *checks = dg_at(plan, plan->checks);
@@ -476,35 +475,33 @@ static void attempt_all(int to)
 	}
 }
 
+/* A process of its own: what it gives up and what binds it stay with it. It must not share dg-init's memory, which would
+ * open /proc/1/mem to it; one shared page carries the results, so that nobody waits for each of them. */
 static int self_check(struct dg_answer *ans, struct dg_error *err)
 {
 	const struct identity root = { .caps = plan->caps, .phase = plan->check_phase };
-	int results[2], status;
-	ssize_t got;
+	struct dg_answer *results;
+	int status;
 	pid_t pid;
 
 	dg_enter(err, "self_check");
-	if (pipe2(results, O_CLOEXEC) < 0)
-		return dg_fail(err, "pipe2");
+	results = mmap(NULL, sizeof(*results), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (results == MAP_FAILED)
+		return dg_fail(err, "mmap");
 	pid = fork();
 	if (pid == 0) {
 		if (become(&root, err) < 0 || bind_to_phase(root.phase, err) < 0)
 			_exit(1);
-		attempt_all(results[1]);
+		attempt_all(results);
 		_exit(0);
 	}
-	close(results[1]);
 	if (pid < 0)
 		return dg_fail(err, "fork");
-	while (ans->checks < sizeof(ans->check) / sizeof(*ans->check)) {
-		got = read(results[0], &ans->check[ans->checks], sizeof(*ans->check));
-		if (got != sizeof(*ans->check))
-			break;
-		ans->checks++;
-	}
-	close(results[0]);
 	while (waitpid(pid, &status, 0) < 0 && errno == EINTR)
 		;
+	ans->checks = results->checks;
+	memcpy(ans->check, results->check, sizeof(ans->check));
+	munmap(results, sizeof(*results));
 	if (!WIFEXITED(status) || WEXITSTATUS(status))
 		return dg_refuse(err, "the check ended early", ECHILD);
 	return 0;

@@ -21,6 +21,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -259,12 +260,21 @@ static void serve_spawn(const struct dg_launcher *launcher, const int *fds, unsi
 		munmap((void *)(uintptr_t)plan, size);
 }
 
+static int die_with_holder(void)
+{
+	return prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+}
+
 static void serve_userns(const struct dg_launcher *launcher, const struct dg_request *req)
 {
 	struct dg_error err = { .errnum = 0 };
 	struct dg_answer ans;
 	int fd = dg_make_userns(req->arg[0], req->flags, req->arg[1], req->arg[2], req->arg[3], &err);
+	struct pollfd parent = { .fd = launcher->parent_pidfd, .events = POLLIN };
 
+	/* Being another user for a moment has cleared it. */
+	if (die_with_holder() < 0 || poll(&parent, 1, 0) != 0)
+		_exit(1);
 	if (fd < 0)
 		dg_answer_error(&ans, DG_ANS_ERROR, &err);
 	else
@@ -294,6 +304,8 @@ static int serve(const struct dg_launcher *launcher)
 
 		if (state == 0 || (state < 0 && errno != EMSGSIZE))
 			return state;
+		while (waitpid(-1, NULL, WNOHANG) > 0)
+			; /* what held user namespaces */
 		if (state < 0)
 			serve_bad(launcher, "message size", EMSGSIZE);
 		else if (req.magic != DG_MSG_MAGIC || req.version != DG_VERSION)
@@ -415,7 +427,7 @@ int main(int argc, char **argv)
 		errno = EBADF;
 		die("--socket");
 	}
-	if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) < 0)
+	if (die_with_holder() < 0)
 		die("prctl(PR_SET_PDEATHSIG)");
 	launcher.parent_pidfd = (int)syscall(SYS_pidfd_open, getppid(), 0);
 	if (launcher.parent_pidfd < 0)

@@ -27,9 +27,6 @@
 #define PR_CAP_AMBIENT_RAISE 2
 #endif
 
-/* What dg-init itself needs: become the command's user, shed capabilities, signal any process of the box. */
-#define INIT_CAPS (1ull << DG_CAP_SETUID | 1ull << DG_CAP_SETGID | 1ull << DG_CAP_SETPCAP | 1ull << DG_CAP_KILL)
-
 static int join_v1_cgroups(struct dg_box *box, struct dg_error *err)
 {
 	const uint32_t *tasks = dg_at(box->plan, box->plan->v1_fds);
@@ -134,7 +131,7 @@ static int limit_namespaces(struct dg_box *box, struct dg_error *err)
 static int drop_bounding_set(struct dg_box *box, struct dg_error *err)
 {
 	for (unsigned int cap = 0; cap <= DG_CAP_LAST; cap++) {
-		if ((box->plan->caps | INIT_CAPS) >> cap & 1)
+		if ((box->plan->caps | DG_INIT_CAPS) >> cap & 1)
 			continue;
 		if (prctl(PR_CAPBSET_DROP, cap, 0, 0, 0) == 0)
 			continue;
@@ -147,7 +144,7 @@ static int drop_bounding_set(struct dg_box *box, struct dg_error *err)
 
 static int switch_user(struct dg_box *box, struct dg_error *err)
 {
-	const uint64_t caps = box->plan->caps | INIT_CAPS;
+	const uint64_t caps = box->plan->caps | DG_INIT_CAPS;
 	struct { uint32_t version; int pid; } head = { 0x20080522, 0 };
 	struct { uint32_t effective, permitted, inheritable; } data[2] = {
 		{ (uint32_t)caps, (uint32_t)caps, (uint32_t)caps },

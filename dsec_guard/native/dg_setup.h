@@ -6,6 +6,7 @@
 #define DG_SETUP_H
 
 #include "dg_common.h"
+#include "dg_kernel.h"
 
 /* Descriptors the launcher opens once, when it starts. */
 struct dg_launcher {
@@ -40,6 +41,9 @@ struct dg_box {
 #define DG_INIT_REPORT 4
 #define DG_INIT_PLAN 5
 #define DG_INIT_RULESETS 6
+
+/* What dg-init itself needs: become the command's user, shed capabilities, signal any process of the box. */
+#define DG_INIT_CAPS (1ull << DG_CAP_SETUID | 1ull << DG_CAP_SETGID | 1ull << DG_CAP_SETPCAP | 1ull << DG_CAP_KILL)
 
 static inline uint32_t dg_host_id(const struct dg_box *box, uint32_t id)
 {

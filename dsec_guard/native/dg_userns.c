@@ -9,9 +9,9 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 struct text {
@@ -95,37 +95,54 @@ static int write_map(pid_t pid, const char *file, const struct text *map, struct
 	return 0;
 }
 
-/* In the child: become @base for the kernel's books, make the namespace, wait until the parent is done with it. */
-static _Noreturn void namespace_child(uint32_t base, int ready, int go)
+/* Holds a namespace until it is killed; never gets to anything else. */
+static int hold(void *unused)
+{
+	(void)unused;
+	while (pause() < 0)
+		;
+	return 0;
+}
+
+static int raise_caps(void)
 {
 	struct { uint32_t version; int pid; } head = { 0x20080522, 0 };
 	struct { uint32_t effective, permitted, inheritable; } caps[2];
-	uint32_t errnum = 0;
-	char byte;
 
-	/* The saved uid stays 0, so that the permitted set survives: hosts may refuse namespaces to the unprivileged. */
-	if (syscall(SYS_setresgid, -1, base, -1) < 0 || syscall(SYS_setresuid, -1, base, -1) < 0 ||
-	    syscall(SYS_capget, &head, caps) < 0)
-		goto out;
+	if (syscall(SYS_capget, &head, caps) < 0)
+		return -1;
 	caps[0].effective = caps[0].permitted;
 	caps[1].effective = caps[1].permitted;
-	if (syscall(SYS_capset, &head, caps) < 0 || syscall(SYS_unshare, DG_CLONE_NEWUSER) < 0)
-		goto out;
-	errno = 0;
-out:
-	errnum = (uint32_t)errno;
-	if (write(ready, &errnum, sizeof(errnum)) == sizeof(errnum) && errnum == 0)
-		(void)!read(go, &byte, 1);
-	_exit(0);
+	return (int)syscall(SYS_capset, &head, caps);
+}
+
+/*
+ * A child in a new user namespace that belongs to @base. It shares our memory and need never run, so that nothing waits for
+ * it. The saved uid stays 0: the permitted set survives, and hosts may refuse namespaces to the unprivileged.
+ */
+static pid_t clone_holder(uint32_t base, struct dg_error *err)
+{
+	static char stack[4096] __attribute__((aligned(16)));
+	pid_t pid = -1;
+
+	if (syscall(SYS_setresgid, -1, base, -1) < 0 || syscall(SYS_setresuid, -1, base, -1) < 0 || raise_caps() < 0) {
+		dg_fail(err, "setresuid(base)");
+	} else {
+		pid = clone(hold, stack + sizeof(stack), CLONE_VM | CLONE_NEWUSER | SIGCHLD, NULL);
+		if (pid < 0)
+			dg_fail(err, "clone(CLONE_NEWUSER)");
+	}
+	/* Without these we cannot go on as what we are; our parent then sees us end. */
+	if (syscall(SYS_setresuid, -1, 0, -1) < 0 || syscall(SYS_setresgid, -1, 0, -1) < 0 || raise_caps() < 0)
+		_exit(1);
+	return pid;
 }
 
 int dg_make_userns(uint32_t base, uint32_t flags, uint32_t owner_uid, uint32_t owner_gid, uint32_t agent,
 		   struct dg_error *err)
 {
 	struct text uids = { .len = 0 }, gids = { .len = 0 }, path = { .len = 0 };
-	int ready[2], go[2], fd = -1;
-	uint32_t errnum;
-	ssize_t got;
+	int fd = -1;
 	pid_t pid;
 
 	dg_enter(err, "make_userns");
@@ -140,47 +157,18 @@ int dg_make_userns(uint32_t base, uint32_t flags, uint32_t owner_uid, uint32_t o
 		put_range(&uids, 0, base, DG_ID_COUNT);
 		gids = uids;
 	}
-	if (pipe2(ready, O_CLOEXEC) < 0)
-		return dg_fail(err, "pipe2");
-	if (pipe2(go, O_CLOEXEC) < 0) {
-		dg_fail(err, "pipe2");
-		close(ready[0]);
-		close(ready[1]);
+	pid = clone_holder(base, err);
+	if (pid < 0)
 		return -1;
+	if (write_map(pid, "/uid_map", &uids, err) == 0 && write_map(pid, "/gid_map", &gids, err) == 0) {
+		put(&path, "/proc/");
+		put_number(&path, (uint32_t)pid);
+		put(&path, "/ns/user");
+		fd = open(path.bytes, O_RDONLY | O_CLOEXEC);
+		if (fd < 0)
+			dg_fail(err, "open(ns/user)");
 	}
-	pid = fork();
-	if (pid == 0) {
-		close(go[1]);
-		namespace_child(base, ready[1], go[0]);
-	}
-	close(ready[1]);
-	close(go[0]);
-	if (pid < 0) {
-		dg_fail(err, "fork");
-		goto out;
-	}
-	got = read(ready[0], &errnum, sizeof(errnum));
-	if (got != sizeof(errnum)) {
-		dg_refuse(err, "child ended early", ECHILD);
-		goto out;
-	}
-	if (errnum) {
-		dg_refuse(err, "unshare(CLONE_NEWUSER)", (int)errnum);
-		goto out;
-	}
-	if (write_map(pid, "/uid_map", &uids, err) < 0 || write_map(pid, "/gid_map", &gids, err) < 0)
-		goto out;
-	put(&path, "/proc/");
-	put_number(&path, (uint32_t)pid);
-	put(&path, "/ns/user");
-	fd = open(path.bytes, O_RDONLY | O_CLOEXEC);
-	if (fd < 0)
-		dg_fail(err, "open(ns/user)");
-out:
-	close(ready[0]);
-	close(go[1]); /* lets the child go */
-	if (pid > 0)
-		while (waitpid(pid, NULL, 0) < 0 && errno == EINTR)
-			;
+	/* Reaped with the next request: its end is not worth waiting for, and its memory is ours. */
+	kill(pid, SIGKILL);
 	return fd;
 }

@@ -8,9 +8,13 @@ decoy is evidence, and a word of its content in what the agent hands in says whe
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
+import importlib.util
 import json
+import marshal
 import os
+import pickle
 import random
 import stat
 import zlib
@@ -48,7 +52,7 @@ class DecoyObject:
     """A protected file or directory. object: its path inside. dev: as `s_dev` in the kernel, (major << 20) | minor.
 
     label: `hidden` (a decoy for something the policy hides) or `environment_state` (the real thing, read-only).
-    decoy: nothing real stands behind it.
+    decoy: what stands inside is made up, whether or not there is a real one elsewhere.
     """
 
     object: str
@@ -397,7 +401,7 @@ class _Builder:
                 info = os.stat(name, dir_fd=parent, follow_symlinks=False)
             finally:
                 os.close(parent)
-            self.tree.objects.append(DecoyObject(inside, dev, info.st_ino, shape.is_dir, decoy=place.source is None))
+            self.tree.objects.append(DecoyObject(inside, dev, info.st_ino, shape.is_dir, decoy=True))
         for path, shape in reversed(directories):
             handle = open_beneath(root, path, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -452,12 +456,26 @@ def plausible(name: bytes, size: int, rng: random.Random, token: bytes) -> bytes
         b"py": _python, b"pyi": _python, b"patch": _patch, b"diff": _patch, b"csv": _csv, b"tsv": _csv,
         b"yaml": _yaml, b"yml": _yaml, b"toml": _yaml, b"md": _prose, b"rst": _prose,
     }.get(suffix)
+    if suffix in _LOADABLE:
+        body = _LOADABLE[suffix](_fill(max(size // 4, 16), rng, token, _python))
+        if len(body) <= size:
+            return body + bytes(size - len(body))  # readers of these formats stop at their end
     if make is None and suffix in _BINARY:
         head = _BINARY[suffix] + token
         return (head + rng.randbytes(max(size - len(head), 0)))[:size]
     return _fill(size, rng, token, make or _lines)
 
 
+def _bytecode(text: bytes) -> bytes:
+    code = compile(f"DATA = {text!r}\n", "<string>", "exec")
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+
+
+#: What a program loads as a whole: a broken one would tell at once that it is no real file.
+_LOADABLE: dict[bytes, Callable[[bytes], bytes]] = {
+    b"pyc": _bytecode, b"pkl": lambda text: pickle.dumps({"data": text}, protocol=4),
+    b"gz": lambda text: gzip.compress(text, mtime=0),
+}
 _BINARY = {
     b"pyc": b"\xa7\r\r\n\0\0\0\0", b"png": b"\x89PNG\r\n\x1a\n", b"gz": b"\x1f\x8b\x08\0", b"zip": b"PK\x03\x04",
     b"pkl": b"\x80\x04\x95", b"npy": b"\x93NUMPY\x01\0", b"so": b"\x7fELF\x02\x01\x01", b"bin": b"", b"tar": b"",

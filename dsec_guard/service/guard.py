@@ -18,7 +18,7 @@ from dsec_guard.detect.engine import DetectorSet
 from dsec_guard.errors import HostError, SetupError, UsageError
 from dsec_guard.host.cgroup import CgroupHost, Instance
 from dsec_guard.host.fanotify import FanotifyGroup
-from dsec_guard.host.probe import HostFeatures, probe
+from dsec_guard.host.probe import PROBES, HostFeatures, probe
 from dsec_guard.incident.store import StateDir
 from dsec_guard.monitor.loader import KernelMonitor
 from dsec_guard.policy.compile import compile_policy, needed_features
@@ -72,6 +72,10 @@ class Guard:
         $DSEC_GUARD_RUN_DIR, else /run/dsec-guard. All guards of a host share one, or their boxes may get the same user ids.
         Raises: HostError naming the missing feature, SetupError, UsageError; nothing is left behind then.
         """
+        privilege = probe(["root"]).features["root"]
+        if not privilege.works:  # said first: everything else would fail for this reason, and say less
+            raise HostError(f"dsec-guard needs root's privileges: {privilege.detail}", feature="root",
+                            hint=f"{PROBES['root'].remedy.enable}; `dsec-guard doctor` shows what each layer needs")
         guard = cls(StateDir.open(state_dir), run_dir_path() if run_dir is None else run_dir, on_warning)
         try:
             guard._start()

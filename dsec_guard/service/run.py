@@ -172,7 +172,9 @@ class Run:
         guard, policy = self.guard, self.policy
         self._started_mono = time.monotonic_ns()
         objects: dict[int, ProtectedObject] = {}
-        for number, item in enumerate(box.decoys.objects, start=1):
+        # Directories are left out: listing one is what any search by name does.
+        files = [item for item in box.decoys.objects if not item.is_dir]
+        for number, item in enumerate(files, start=1):
             objects[number] = ProtectedObject(object=item.object, label=item.label, decoy=item.decoy,
                                               dev=os.makedev(item.dev >> 20, item.dev & 0xFFFFF), ino=item.ino)
         self.stream = BoxStream(box_id=box.id, started_ns=self._started_mono, base_uid=box.uids.base, objects=objects)
@@ -185,7 +187,7 @@ class Run:
             for number, known in objects.items():
                 guard.monitor.protect(known.dev, known.ino, number)
                 stack.callback(guard.monitor.unprotect, known.dev, known.ino)
-        watched = [item for item in box.decoys.objects if item.decoy and not item.is_dir]
+        watched = [item for item in files if item.decoy]
         if watched and any(x.name == "decoys" and x.state is LayerState.ENFORCED for x in self.plan.layers):
             guard.fanotify_group().mark_all(watched, box.decoys.open_object)
 
@@ -345,6 +347,8 @@ class Run:
 
     def _drain_holder(self) -> int:
         assert self.stream is not None
+        if self.guard.monitor is not None:
+            self._drain_kernel()  # who a process is comes from there, and before what it did
         records = self.guard.holder.read_records()
         for raw in records:
             if raw.box_id == self.stream.box_id:
@@ -366,7 +370,8 @@ class Run:
 
     def _emit(self, *events: Event) -> None:
         assert self.stream is not None
-        self._take([self.stream.number(event) for event in events])
+        at_ns = time.monotonic_ns() - self._started_mono
+        self._take([self.stream.number(replace(event, at_ns=at_ns)) for event in events])
 
     def _sample(self, box: Box) -> None:
         """Look at what can only be seen while it lasts; called a few times a second."""
