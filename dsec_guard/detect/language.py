@@ -31,7 +31,7 @@ from dsec_guard.detect.paths import (
     split_address,
 )
 from dsec_guard.detect.programs import installed, script_of
-from dsec_guard.detect.view import O_DIRECTORY, View, asks_to_write, open_flags, signed32
+from dsec_guard.detect.view import O_DIRECTORY, View, open_flags, signed32
 from dsec_guard.errors import DsecGuardError
 from dsec_guard.model import (
     EVENT_TYPES,
@@ -180,7 +180,7 @@ FIELDS: dict[str, Field_] = {
     "evt.data": Field_("str", _attr("data"), _SYS),
     "evt.flags": Field_("int", _attr("flags"), frozenset({"syscall", "task"})),
     "evt.open_flags": Field_("int", lambda e, v: open_flags(e) if isinstance(e, SyscallSeen) else 0, _SYS),
-    "evt.writes": Field_("bool", lambda e, v: asks_to_write(e), frozenset({"syscall", "file_opened"})),
+    "evt.writes": Field_("bool", lambda e, v: v.writes(e), frozenset({"syscall", "file_opened"})),
     "evt.written": Field_("strs", lambda e, v: v.written(e), frozenset({"syscall", "file_opened"})),
     "evt.lists": Field_("bool", lambda e, v: isinstance(e, SyscallSeen) and bool(open_flags(e) & O_DIRECTORY), _SYS),
     "net.word": Field_("str", lambda e, v: address_of(e)[0], _NET),
@@ -330,6 +330,10 @@ class _Parser:
         self.names, self.kinds, self.used, self.depth = names, kinds, used, depth
         self.tokens: list[Token] = []
         self.at = 0
+        self.writing: list[Test] = []  # parts that hold for events that ask to write, and for no others
+
+    def is_writing(self, test: Test) -> bool:
+        return any(test is known for known in self.writing)
 
     def compile(self, text: str) -> Test:
         self.tokens = tokenise(text)
@@ -360,27 +364,19 @@ class _Parser:
         parts = [self._and()]
         while self._take("or"):
             parts.append(self._and())
-        if len(parts) == 1:
-            return parts[0]
-        tests = tuple(parts)
-
-        def any_of(event: Event, view: View) -> bool:
-            return any(test(event, view) for test in tests)
-
-        return any_of
+        test = _joined(parts, stops_at=True)
+        if all(self.is_writing(part) for part in parts):
+            self.writing.append(test)
+        return test
 
     def _and(self) -> Test:
         parts = [self._unary()]
         while self._take("and"):
             parts.append(self._unary())
-        if len(parts) == 1:
-            return parts[0]
-        tests = tuple(parts)
-
-        def all_of(event: Event, view: View) -> bool:
-            return all(test(event, view) for test in tests)
-
-        return all_of
+        test = _joined(parts, stops_at=False)
+        if any(self.is_writing(part) for part in parts):
+            self.writing.append(test)
+        return test
 
     def _unary(self) -> Test:
         self.depth += 1
@@ -404,12 +400,18 @@ class _Parser:
         if token.kind != "word" or token.text in _KEYWORDS:
             raise _Bad(f"expected a field, a macro, `not` or `(`, found `{token.text}`")
         if token.text in FIELDS:
-            return self._comparison(token.text)
+            test = self._comparison(token.text)
+            if token.text == "evt.written" or test is FIELDS["evt.writes"].get:
+                self.writing.append(test)
+            return test
         if token.text in self.names.macros:
             if token.text in self.used:
                 raise _Bad(f"macro {token.text} uses itself")
             inner = _Parser(self.names, self.kinds, self.used | {token.text}, self.depth)
-            return inner.compile(self.names.macros[token.text])
+            test = inner.compile(self.names.macros[token.text])
+            if inner.is_writing(test):
+                self.writing.append(test)
+            return test
         raise _Bad(f"no field and no macro is called {token.text}{_nearest(token.text, [*FIELDS, *self.names.macros])}")
 
     def _field(self, name: str) -> Field_:
@@ -472,6 +474,25 @@ class _Parser:
         if token.kind == "word" and in_list and token.text.isidentifier() and token.text.isupper():
             raise _Bad(f"no list is called {token.text}{_nearest(token.text, list(self.names.lists))}")
         values.add(_typed(name, spec, token))
+
+
+def _joined(parts: Sequence[Test], *, stops_at: bool) -> Test:
+    """`or` (stops at the first True) or `and` (at the first False) of the parts. Two and three are spelled out: this is
+    the innermost loop of judging, and a generator costs more there than the comparisons."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 2:
+        a, b = parts
+        if stops_at:
+            return lambda event, view: a(event, view) or b(event, view)
+        return lambda event, view: a(event, view) and b(event, view)
+    if len(parts) == 3:
+        a, b, c = parts
+        if stops_at:
+            return lambda event, view: a(event, view) or b(event, view) or c(event, view)
+        return lambda event, view: a(event, view) and b(event, view) and c(event, view)
+    head, rest = _joined(parts[:2], stops_at=stops_at), _joined(parts[2:], stops_at=stops_at)
+    return _joined((head, rest), stops_at=stops_at)
 
 
 class _Values:
@@ -560,6 +581,12 @@ def _constant(get: Getter, op: str, constants: tuple[Any, ...], several: bool) -
         if op == "startswith":
             return lambda event, view: bool(get(event, view).startswith(constants))
         return lambda event, view: bool(get(event, view).endswith(constants))
+    if op == "pmatch":
+        # `/a` is below `/a`: with a slash behind both, one call compares with all prefixes.
+        heads = tuple(p.rstrip("/") + "/" for p in constants if p)
+        if several:
+            return lambda event, view: any((one + "/").startswith(heads) for one in get(event, view))
+        return lambda event, view: bool((get(event, view) + "/").startswith(heads))
     pair = _PAIR[op]
     if several:
         return lambda event, view: any(pair(one, value) for one in get(event, view) for value in constants)
@@ -625,7 +652,10 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A compiled rule. syscalls: names that wake it for kind `syscall`, empty for all. needs: per item, alternatives."""
+    """A compiled rule. syscalls: names that wake it for kind `syscall`, empty for all. needs: per item, alternatives.
+
+    writes_only: the condition holds for no event that only reads, so the engine need not ask.
+    """
 
     id: str
     cls: Class
@@ -643,6 +673,7 @@ class Rule:
     accident: bool
     tags: tuple[str, ...]
     place: str
+    writes_only: bool = False
 
     def outcome_of(self, event: Event, view: View) -> Outcome:
         """attempted or succeeded, from the kernel's own result where the rule says so."""

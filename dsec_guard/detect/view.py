@@ -110,6 +110,8 @@ class View:
     _path_of: Event | None = None
     _path: str = ""
     _path2: str = ""
+    _writes: bool = False
+    _written: tuple[str, ...] | None = None
 
     def observe(self, event: Event) -> None:
         kind = event.kind
@@ -200,6 +202,7 @@ class View:
 
     def _fill(self, event: Event) -> None:
         self._path_of, self._path, self._path2 = event, "", ""
+        self._writes, self._written = asks_to_write(event), None
         if isinstance(event, SyscallSeen):
             self._path, self._path2 = normalise(event.path), normalise(event.path2)
         elif isinstance(event, FileOpened):
@@ -207,15 +210,23 @@ class View:
         elif isinstance(event, (FileChanged, OutputRefused)):
             self._path = normalise(event.path)
 
+    def writes(self, event: Event) -> bool:
+        """`asks_to_write`, asked once per event."""
+        if event is not self._path_of:
+            self._fill(event)
+        return self._writes
+
     def written(self, event: Event) -> tuple[str, ...]:
         """Paths the event would change; empty for reading."""
-        if not asks_to_write(event):
+        if not self.writes(event):
             return ()
-        if isinstance(event, SyscallSeen):
-            if event.name in CHANGES_BOTH:
-                return tuple(p for p in (self.path(event), self.path2(event)) if p)
-            if event.name in CHANGES_SECOND:
-                second = self.path2(event)
-                return (second,) if second else ()
-        first = self.path(event)
-        return (first,) if first else ()
+        if self._written is None:
+            both = (self._path, self._path2)
+            if isinstance(event, SyscallSeen) and event.name in CHANGES_BOTH:
+                chosen = both
+            elif isinstance(event, SyscallSeen) and event.name in CHANGES_SECOND:
+                chosen = both[1:]
+            else:
+                chosen = both[:1]
+            self._written = tuple(p for p in chosen if p)
+        return self._written

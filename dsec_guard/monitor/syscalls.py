@@ -91,6 +91,9 @@ def _entries() -> Mapping[str, int]:
     # Names in the file system.
     put(c.OPEN, "open creat", path=0)
     put(c.OPEN, "openat openat2", dir=0, path=1)
+    # Where a link leads: of another process's namespaces, roots and descriptors it is refused.
+    put(c.PATH, "readlink", path=0)
+    put(c.PATH, "readlinkat", dir=0, path=1)
     put(c.PATH, "unlink rmdir mkdir chmod chown lchown truncate utime utimes", path=0)
     put(c.PATH, "setxattr lsetxattr removexattr lremovexattr", path=0, path2=1)
     put(c.PATH, "rename link", path=0, path2=1)

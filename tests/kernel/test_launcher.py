@@ -107,8 +107,9 @@ class Rig:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.leaked = os.open("/", os.O_RDONLY | os.O_DIRECTORY)  # as a careless parent passes on
         self.process = subprocess.Popen([NATIVE / "dg-launcher", "--socket", str(theirs.fileno())],
-                                        pass_fds=[theirs.fileno()])
+                                        pass_fds=[theirs.fileno(), self.leaked], restore_signals=False)
         theirs.close()
         self.sock = ours
         self.launcher = Launcher(ours)
@@ -117,7 +118,7 @@ class Rig:
         self.cgroup.mkdir()
         self.cgroup_fd = os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY)
         self.userns = self.launcher.make_userns(BASE)
-        self.fds = [self.cgroup_fd, self.userns]
+        self.fds = [self.cgroup_fd, self.userns, self.leaked]
         self.boxes: list[SpawnedBox] = []
 
     def spec(self, workspace: Path | None = None, **changes: object) -> SpawnSpec:
@@ -276,6 +277,14 @@ def test_what_keeps_a_command_from_starting_is_named_and_the_box_lives_on(rig, c
 def test_a_command_gets_three_descriptors_and_a_session_of_its_own(rig):
     result = rig.box().python("result = [sorted(os.listdir('/proc/self/fd')), os.getsid(0) == os.getpid()]")
     assert result == [["0", "1", "2", "3"], True]  # 3 is the directory being listed
+
+
+def test_dg_init_holds_nothing_of_the_host(rig):
+    """A directory of the host in any process of the box would be a way out."""
+    box = rig.box(landlock=(LandlockSpec(handled_fs=1),))
+    held = [os.readlink(f"/proc/{box.spawned.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{box.spawned.pid}/fd")]
+    kinds = sorted(re.sub(r"\[\d+\]$", "", link) for link in held)
+    assert kinds == ["/dev/null"] * 3 + ["anon_inode:[landlock-ruleset]", "anon_inode:[signalfd]", "socket:"]
 
 
 def test_a_guard_that_ignores_sigpipe_does_not_pass_that_on(rig):
