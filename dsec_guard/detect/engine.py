@@ -152,7 +152,21 @@ class _Group:
     count: int = 0
 
 
-_SILENT: tuple[tuple[Rule, ...], tuple[Detector, ...]] = ((), ())
+@dataclass(frozen=True)
+class _Ask:
+    """Who is asked about one kind of event: all rules for one that asks to write, the rest for one that reads."""
+
+    rules: tuple[Rule, ...] = ()
+    detectors: tuple[Detector, ...] = ()
+    reading: tuple[Rule, ...] = ()
+
+
+def _ask(rules: Iterable[Rule], detectors: Iterable[Detector]) -> _Ask:
+    rules = tuple(rules)
+    return _Ask(rules, tuple(detectors), tuple(r for r in rules if not r.writes_only))
+
+
+_SILENT = _Ask()
 
 
 class Judge:
@@ -174,8 +188,8 @@ class Judge:
         self._last: Event | None = None
         self._end: ExitReason | None = None
         self._events = 0
-        self._by_kind: dict[str, tuple[tuple[Rule, ...], tuple[Detector, ...]]] = {}
-        self._by_call: dict[str, tuple[tuple[Rule, ...], tuple[Detector, ...]]] = {}
+        self._by_kind: dict[str, _Ask] = {}
+        self._by_call: dict[str, _Ask] = {}
         self._index()
 
     def _enabled(self, rule_id: str) -> bool:
@@ -195,16 +209,15 @@ class Judge:
             rules = [r for r in self._rules if kind in r.kinds]
             dets = [(s, d) for s, d in self._stateful if kind in s.watches]
             if kind != SyscallSeen.kind:
-                self._by_kind[kind] = (tuple(rules), tuple(d for _, d in dets))
+                self._by_kind[kind] = _ask(rules, (d for _, d in dets))
                 continue
             named = {c for r in rules for c in r.syscalls} | {c for s, _ in dets for c in s.syscalls}
             for call in sorted(named):
-                self._by_call[call] = (
-                    tuple(r for r in rules if not r.syscalls or call in r.syscalls),
-                    tuple(d for s, d in dets if not s.syscalls or call in s.syscalls),
+                self._by_call[call] = _ask(
+                    (r for r in rules if not r.syscalls or call in r.syscalls),
+                    (d for s, d in dets if not s.syscalls or call in s.syscalls),
                 )
-            self._by_kind[kind] = (tuple(r for r in rules if not r.syscalls),
-                                   tuple(d for s, d in dets if not s.syscalls))
+            self._by_kind[kind] = _ask((r for r in rules if not r.syscalls), (d for s, d in dets if not s.syscalls))
 
     def feed(self, event: Event) -> None:
         """Take one event. Order matters: it is the box's single ingest order."""
@@ -215,9 +228,9 @@ class Judge:
         kind = event.kind
         if kind == "syscall":
             assert isinstance(event, SyscallSeen)
-            rules, detectors = self._by_call.get(event.name) or self._by_kind.get(kind, _SILENT)
+            ask = self._by_call.get(event.name) or self._by_kind.get(kind, _SILENT)
         else:
-            rules, detectors = self._by_kind.get(kind, _SILENT)
+            ask = self._by_kind.get(kind, _SILENT)
             if kind == "lost":
                 assert isinstance(event, EvidenceLost)
                 self._note_loss(event)
@@ -226,10 +239,10 @@ class Judge:
                 self._end = event.reason
         if event.phase is Phase.SETUP:
             return  # set-up is trusted; its processes are only remembered
-        for rule in rules:
+        for rule in ask.rules if len(ask.rules) == len(ask.reading) or view.writes(event) else ask.reading:
             if rule.test(event, view):
                 self._add(self._finding(rule, event), event)
-        for found in detectors:
+        for found in ask.detectors:
             for finding in found.feed(event, view):
                 self._add(finding, event)
 

@@ -491,8 +491,9 @@ def _joined(parts: Sequence[Test], *, stops_at: bool) -> Test:
         if stops_at:
             return lambda event, view: a(event, view) or b(event, view) or c(event, view)
         return lambda event, view: a(event, view) and b(event, view) and c(event, view)
-    head, rest = _joined(parts[:2], stops_at=stops_at), _joined(parts[2:], stops_at=stops_at)
-    return _joined((head, rest), stops_at=stops_at)
+    middle = len(parts) // 2  # halves, so that a long condition does not nest deeply
+    halves = (_joined(parts[:middle], stops_at=stops_at), _joined(parts[middle:], stops_at=stops_at))
+    return _joined(halves, stops_at=stops_at)
 
 
 class _Values:
@@ -598,10 +599,17 @@ def _constant(get: Getter, op: str, constants: tuple[Any, ...], several: bool) -
 
 def compile_condition(text: str, names: Names, kinds: frozenset[str]) -> Test:
     """Compile one condition for events of `kinds`. Raises ValueError with the reason."""
+    return _compile(text, names, kinds)[0]
+
+
+def _compile(text: str, names: Names, kinds: frozenset[str]) -> tuple[Test, bool]:
+    """The same, and whether it holds only for events that ask to write."""
+    parser = _Parser(names, kinds, frozenset(), 0)
     try:
-        return _Parser(names, kinds, frozenset(), 0).compile(text)
+        test = parser.compile(text)
     except _Bad as bad:
         raise ValueError(str(bad)) from None
+    return test, parser.is_writing(test)
 
 
 # --------------------------------------------------------------------------------------------------------- templates
@@ -874,8 +882,9 @@ def _compiled(
     test: Test | None = None
     succeeds: Test | None = None
     explanation: Callable[[Event, View], str] | None = None
+    writes_only = False
     try:
-        test = compile_condition(entry["condition"], names, kinds)
+        test, writes_only = _compile(entry["condition"], names, kinds)
     except ValueError as error:
         problems.append(f"condition: {error}")
     outcome = entry["outcome"].strip()
@@ -903,7 +912,7 @@ def _compiled(
     return Rule(
         label, Class(entry["class"]), entry["severity"], outcome, kinds, calls, test, succeeds, spec.get, explanation,
         tuple(references), entry["allow"].strip(), needs, entry.get("accident") == "true",
-        tuple(_texts(entry.get("tags", []), "tags", problems)), place,
+        tuple(_texts(entry.get("tags", []), "tags", problems)), place, writes_only,
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dsec_guard.detect.engine import Assessment, Completeness, DetectorSet
 from dsec_guard.detect.facts import BoxFacts
+from dsec_guard.detect.view import View, asks_to_write
 from dsec_guard.model import (
     EVENT_TYPES,
     OUTCOME_RANK,
@@ -131,6 +132,17 @@ def test_loss_never_makes_a_verdict_milder(events: list[Event], lost: int) -> No
     assert [i.id for i in holed.incidents] == [i.id for i in whole.incidents]
     assert holed.reward.penalty == whole.reward.penalty
     assert holed.verdict.cls is not VerdictClass.CLEAN
+
+
+@settings(max_examples=150, deadline=None)
+@given(STREAMS)
+def test_rules_that_are_not_asked_about_reading_would_have_said_no(events: list[Event]) -> None:
+    view = View(FACTS)
+    for event in events:
+        view.observe(event)
+        for rule in DETECTORS.rules:
+            if rule.writes_only and event.kind in rule.kinds and not asks_to_write(event):
+                assert not rule.test(event, view), rule.id
 
 
 INCIDENTS = st.lists(st.builds(

@@ -150,6 +150,8 @@ ATTACKS: dict[str, tuple[list[Event], str, str]] = {
     "steal a descriptor": (python(sys("pidfd_getfd", 4, 1)), E, "high"),
     "capset": (python(sys("capset")), E, "high"),
     "root of another": (python(opened("/proc/1/root/etc/hostname")), E, "critical"),
+    "root of another, folded": (
+        python(sys("openat", ret=EACCES, path="/etc/hostname", raw_path="/proc/1/root/etc/hostname")), E, "critical"),
     "exe of another": (python(opened("/proc/1/exe", O_WRONLY)), E, "critical"),
     "namespace link of another": (python(sys("readlink", path="/proc/1/ns/mnt", ret=EACCES)), E, "critical"),
     "memory of another, for writing": (python(opened("/proc/1/mem", O_RDWR)), E, "high"),

@@ -184,9 +184,9 @@ def test_every_rule_is_indexed_under_its_kinds() -> None:
     for rule in DETECTORS.rules:
         for kind in rule.kinds:
             if kind == "syscall" and rule.syscalls:
-                assert all(rule in judge._by_call[name][0] for name in rule.syscalls)
+                assert all(rule in judge._by_call[name].rules for name in rule.syscalls)
             else:
-                assert rule in judge._by_kind[kind][0]
+                assert rule in judge._by_kind[kind].rules
 
 
 def test_rules_name_real_system_calls() -> None:
