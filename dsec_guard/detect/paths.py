@@ -18,6 +18,8 @@ def normalise(path: str) -> str:
     """
     if not path:
         return ""
+    if path[0] == "/" and "/." not in path and "//" not in path and "/root" not in path and len(path) < MAX_TEXT:
+        return path.rstrip("/") or "/"  # nothing to do, as nearly always
     rooted = path.startswith("/")
     parts: list[str] = []
     for part in path[:MAX_TEXT].split("/"):
@@ -178,6 +180,6 @@ def is_link_local(host: str) -> bool:
 
 def has_controls(text: str) -> bool:
     """C0, DEL or C1 characters, raw or escaped by `model.escape_bytes`."""
-    if any(ch < " " or "\x7f" <= ch <= "\x9f" for ch in text):
+    if not text.isprintable() and any(ch < " " or "\x7f" <= ch <= "\x9f" for ch in text):
         return True
     return "\\x8" in text or "\\x9" in text

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dsec_guard.errors import HostError, PolicyError
 from dsec_guard.host.landlock import FULL, READ, READ_EXECUTE, WRITE_FILE, FsRight, LandlockPlan, build_plan
 from dsec_guard.host.probe import PROBES, HostFeatures
-from dsec_guard.host.seccomp import build_exec_filter, build_notify_filter
+from dsec_guard.host.seccomp import RET_ERRNO, build_exec_filter, build_notify_filter, simulate
 from dsec_guard.host.syscall_table import X86_64
 from dsec_guard.model import Layer, LayerState, Level, Phase
 from dsec_guard.policy.profile import decide
@@ -45,7 +45,8 @@ class RlimitPlan(NamedTuple):
 class Plan:
     """exec_filters, landlock: per phase, applied to each exec. notify_filter: b"" at level full. notify_errnos: how the
     listener answers a notified call, by number. agent_uid, agent_gid, caps: of the agent's command, inside the box.
-    home: HOME inside. notes: what of a foreign seccomp profile was left out. digest: sha256 over all of it.
+    home: HOME inside. proofs: calls (number, errno) that the box's first process tries, to see the filter refuse them.
+    notes: what of a foreign seccomp profile was left out. digest: sha256 over all of it.
     """
 
     policy_digest: str
@@ -60,6 +61,7 @@ class Plan:
     caps: int
     home: str
     layers: tuple[Layer, ...]
+    proofs: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
     digest: str = field(default="")
 
@@ -113,9 +115,22 @@ def compile_policy(policy: Policy, features: HostFeatures, *, workspace: str = "
         caps=ROOT_CAPS if root else 0,
         home=policy.home,
         layers=layers,
+        proofs=tuple(_proofs(program)),
         notes=decided.notes,
     )
     return _with_digest(result)
+
+
+#: Calls whose arguments, all zero, could do no harm even if they came through.
+_PROVEN = ("bpf", "init_module", "kexec_load", "userfaultfd", "io_uring_setup", "perf_event_open", "swapon")
+
+
+def _proofs(program: bytes) -> Iterator[tuple[int, int]]:
+    """What the filter itself answers; a notified call is answered by the listener instead."""
+    for name in _PROVEN if program else ():
+        action = simulate(program, X86_64[name])
+        if action & 0xFFFF0000 == RET_ERRNO:
+            yield X86_64[name], action & 0xFFFF
 
 
 def _refuse_network(policy: Policy) -> None:

@@ -123,6 +123,7 @@ class Box:
             notify_filter=plan.notify_filter, exec_filters=tuple(plan.exec_filters[p] for p in PHASES),
             landlock=tuple(_landlock(plan, phase) for phase in PHASES),
             rlimits=tuple(Rlimit(*limit) for limit in plan.rlimits), stage_dir=str(request.stage_dir),
+            caps=plan.caps, check_phase=PHASES.index(Phase.AGENT), check_syscalls=plan.proofs,
         ))
         self.cgroup.close_tasks()
         stack.callback(self._close_spawned)
