@@ -335,15 +335,15 @@ class Judge:
         if completeness.guard_failed:
             reasons.append(f"the guard failed: {completeness.guard_failed}")
         # Only rings that findings depend on count; what the context ring drops is listed.
-        complete = not (unserved or over or completeness.guard_failed or any(ring != "context" for ring in lost))
-        reasons += [f"layer {name} is missing" for name in sorted(completeness.missing_layers)]
         failed = bool(completeness.guard_failed) or self._end is ExitReason.GUARD_ERROR
+        complete = not (unserved or over or failed or any(ring != "context" for ring in lost))
+        reasons += [f"layer {name} is missing" for name in sorted(completeness.missing_layers)]
         validity = self._validity(incidents, over=over, failed=failed, complete=complete, dead=bool(dead and unserved))
         if incidents:
             main = max(incidents, key=lambda i: (i.severity, OUTCOME_RANK[i.outcome], -CLASS_ORDER[i.cls]))
             return Verdict(VerdictClass(main.cls.value), main.outcome, main.severity, validity, complete,
                            tuple(reasons), self.facts.level)
-        cls = VerdictClass.CLEAN if complete and not failed else VerdictClass.INCONCLUSIVE
+        cls = VerdictClass.CLEAN if complete else VerdictClass.INCONCLUSIVE
         return Verdict(cls, None, 0, validity, complete, tuple(reasons), self.facts.level)
 
     def _validity(

@@ -221,12 +221,9 @@ class View:
         if not self.writes(event):
             return ()
         if self._written is None:
-            both = (self._path, self._path2)
-            if isinstance(event, SyscallSeen) and event.name in CHANGES_BOTH:
-                chosen = both
-            elif isinstance(event, SyscallSeen) and event.name in CHANGES_SECOND:
-                chosen = both[1:]
-            else:
-                chosen = both[:1]
-            self._written = tuple(p for p in chosen if p)
+            both: tuple[str, ...] = (self._path, self._path2)
+            name = event.name if isinstance(event, SyscallSeen) else ""
+            if name not in CHANGES_BOTH:
+                both = both[1:] if name in CHANGES_SECOND else both[:1]
+            self._written = tuple(p for p in both if p)
         return self._written

@@ -93,11 +93,20 @@ static int store_name_ok(const struct reader *in, struct dg_span span, int parts
 	return 0;
 }
 
+/* They become mount options: names of controllers and commas, nothing else. */
+static int controllers_ok(const struct reader *in, struct dg_span name)
+{
+	for (const char *c = dg_text(in->data, name); *c; c++)
+		if (!(*c >= 'a' && *c <= 'z') && *c != '_' && *c != ',')
+			return dg_refuse(in->err, "op.name: no controllers", EINVAL);
+	return 0;
+}
+
 static int op_ok(const struct reader *in, const struct dg_op *op, unsigned int *overlays)
 {
 	int at_root;
 
-	if (op->kind < DG_OP_DIR || op->kind > DG_OP_MASK_DIR)
+	if (op->kind < DG_OP_DIR || op->kind > DG_OP_CGROUP)
 		return dg_refuse(in->err, "op.kind", EINVAL);
 	if (op->flags & ~DG_MOUNT_ALL)
 		return dg_refuse(in->err, "op.flags", EINVAL);
@@ -137,6 +146,8 @@ static int op_ok(const struct reader *in, const struct dg_op *op, unsigned int *
 		if (op->size_bytes == 0 || op->inodes == 0)
 			return dg_refuse(in->err, "op.size_bytes: a tmpfs without a limit", EINVAL);
 		break;
+	case DG_OP_CGROUP:
+		return controllers_ok(in, op->name);
 	default:
 		break;
 	}

@@ -53,6 +53,7 @@
 #define DG_OP_READONLY 12u
 #define DG_OP_MASK_FILE 13u
 #define DG_OP_MASK_DIR 14u
+#define DG_OP_CGROUP 15u
 
 /* flags: sandbox/spec.py MountFlag */
 #define DG_MOUNT_RO 1u

@@ -547,6 +547,11 @@ static int run_op(struct dg_box *box, const struct dg_op *op, struct dg_error *e
 		return do_devpts(box, op, err);
 	case DG_OP_MQUEUE:
 		return fresh(box, op, "mqueue", NULL, err);
+	case DG_OP_CGROUP:
+		/* After new_cgroup_ns: the box's own directory is all that such a mount can show. */
+		if (op->name.len)
+			return fresh(box, op, "cgroup", dg_text(box->plan, op->name), err);
+		return fresh(box, op, "cgroup2", NULL, err);
 	case DG_OP_READONLY:
 		return do_readonly(box, op, err);
 	case DG_OP_MASK_FILE:

@@ -109,6 +109,8 @@ class Box:
         context = RootContext(
             workspace=request.workspace.path if request.workspace is not None else None, agent_uid=AGENT_UID,
             agent_gid=AGENT_UID, hostname=HOSTNAME, binds=request.binds,
+            cgroup_v1=tuple(c for c, mount in instance.host.placed.items() if mount is not None),
+            cgroup_v2_limits=instance.host.placed.get("memory", False) is None,
         )
         self.decoys = build_decoys(policy.answers, secrets.token_bytes(16), owner_uid=self.uids.base,
                                    owner_gid=self.uids.base, aliases=aliases_of(policy, context))

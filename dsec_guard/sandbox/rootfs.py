@@ -65,7 +65,8 @@ class RootContext:
     workspace: host directory of the workspace, links resolved; None for none. owner_map: the launcher gets a second
     user namespace that shows the directory's owner as the agent; False: plain box map (the lower's files then belong to
     nobody inside, unless owned by root). agent_uid/gid: inside. binds: extra read-only binds of the command line.
-    decoys: made by `build_decoys` for this box with `aliases_of` this context.
+    decoys: made by `build_decoys` for this box with `aliases_of` this context. cgroup_v1: controllers that bind the box
+    through hierarchies of their own; cgroup_v2_limits: its limits stand in its v2 directory.
     """
 
     workspace: Path | None = None
@@ -76,6 +77,8 @@ class RootContext:
     decoys: DecoyTree | None = None
     owner_map: bool = True
     host_root: Path = Path("/")
+    cgroup_v1: tuple[str, ...] = ()
+    cgroup_v2_limits: bool = False
 
 
 @dataclass(frozen=True)
@@ -324,8 +327,15 @@ class _Composer:
             self.ops.append(RootOp(OpKind.MASK_DIR, path, flags=_OPTIONAL))
 
     def _sys(self) -> None:
+        flags = _RO | MountFlag.NOEXEC
         for path, text in _sys_files(self.policy.limits).items():
-            self._file(path, text)
+            if not (self.context.cgroup_v2_limits and path.startswith("/sys/fs/cgroup/")):
+                self._file(path, text)
+        # The real files where there are any: runtimes look for these mounts, and writing is refused by the mount.
+        if self.context.cgroup_v2_limits:
+            self.ops.append(RootOp(OpKind.CGROUP, "sys/fs/cgroup", flags=flags))
+        for name in self.context.cgroup_v1:
+            self.ops.append(RootOp(OpKind.CGROUP, f"sys/fs/cgroup/{name}", name=name, flags=flags))
         self.readable.append("/sys")
 
     # ----------------------------------------------------------------------------------------- the policy's places

@@ -30,6 +30,7 @@ class OpKind(IntEnum):
     MQUEUE = 11
     READONLY = 12   # bind target on itself, read-only (below an existing mount such as /proc/sys)
     MASK_FILE = 13  # hide an existing file: `source` names a scaffold file bound over it, else a 000 empty file
+    CGROUP = 15     # the box's own cgroup: v1 with the controllers in `name` (comma-separated), v2 where it is empty
     MASK_DIR = 14   # hide an existing directory under an empty read-only tmpfs
 
 

@@ -100,7 +100,7 @@ HARSH = Policy(penalties={c: {Outcome.ATTEMPTED: -0.3, Outcome.SUCCEEDED: -1.0, 
 POLICIES = [HARSH, Policy(), *shipped()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(STREAMS, COMPLETENESS)
 def test_the_same_events_give_the_same_bytes(events: list[Event], completeness: Completeness) -> None:
     first = judge_events(events, FACTS, HARSH, DETECTORS, completeness)
@@ -109,7 +109,7 @@ def test_the_same_events_give_the_same_bytes(events: list[Event], completeness: 
     assert first.canonical() == again.canonical()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(STREAMS, COMPLETENESS)
 def test_verdict_agrees_with_its_incidents(events: list[Event], completeness: Completeness) -> None:
     judgement = judge_events(events, FACTS, HARSH, DETECTORS, completeness)
@@ -124,7 +124,7 @@ def test_verdict_agrees_with_its_incidents(events: list[Event], completeness: Co
     assert len({i.id for i in judgement.incidents}) == len(judgement.incidents)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(STREAMS, st.integers(1, 99))
 def test_loss_never_makes_a_verdict_milder(events: list[Event], lost: int) -> None:
     whole = judge_events(events, FACTS, HARSH, DETECTORS, Completeness())
@@ -134,7 +134,7 @@ def test_loss_never_makes_a_verdict_milder(events: list[Event], lost: int) -> No
     assert holed.verdict.cls is not VerdictClass.CLEAN
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(STREAMS)
 def test_rules_that_are_not_asked_about_reading_would_have_said_no(events: list[Event]) -> None:
     view = View(FACTS)
