@@ -166,8 +166,6 @@ def _ask(rules: Iterable[Rule], detectors: Iterable[Detector]) -> _Ask:
     return _Ask(rules, tuple(detectors), tuple(r for r in rules if not r.writes_only))
 
 
-_SILENT = _Ask()
-
 
 class Judge:
     """One box's judge. Feed the events in their order, then `finish` once."""
@@ -188,9 +186,8 @@ class Judge:
         self._last: Event | None = None
         self._end: ExitReason | None = None
         self._events = 0
-        self._by_kind: dict[str, _Ask] = {}
-        self._by_call: dict[str, _Ask] = {}
-        self._index()
+        self._named = frozenset(c for r in self._rules for c in r.syscalls) | {c for s, _ in self._stateful for c in s.syscalls}
+        self._asked: dict[tuple[str, str], _Ask] = {}
 
     def _enabled(self, rule_id: str) -> bool:
         setting = self._settings.get(rule_id)
@@ -203,21 +200,16 @@ class Judge:
     def _active(self, rule_id: str, needs: tuple[tuple[str, ...], ...]) -> bool:
         return self._enabled(rule_id) and self._applies(needs)
 
-    def _index(self) -> None:
-        kinds = {k for r in self._rules for k in r.kinds} | {k for s, _ in self._stateful for k in s.watches}
-        for kind in sorted(kinds):
-            rules = [r for r in self._rules if kind in r.kinds]
-            dets = [(s, d) for s, d in self._stateful if kind in s.watches]
-            if kind != SyscallSeen.kind:
-                self._by_kind[kind] = _ask(rules, (d for _, d in dets))
-                continue
-            named = {c for r in rules for c in r.syscalls} | {c for s, _ in dets for c in s.syscalls}
-            for call in sorted(named):
-                self._by_call[call] = _ask(
-                    (r for r in rules if not r.syscalls or call in r.syscalls),
-                    (d for s, d in dets if not s.syscalls or call in s.syscalls),
-                )
-            self._by_kind[kind] = _ask((r for r in rules if not r.syscalls), (d for s, d in dets if not s.syscalls))
+    def _find_out(self, kind: str, call: str) -> _Ask:
+        """Who watches this kind of event and, where somebody names it, this call. Found out when the first one comes: few
+        kinds come at all. Calls that nobody names share one entry, so that odd numbers do not fill the table."""
+        key = (kind, call if call in self._named else "")
+        if key not in self._asked:
+            self._asked[key] = _ask(
+                (r for r in self._rules if kind in r.kinds and (not r.syscalls or key[1] in r.syscalls)),
+                (d for s, d in self._stateful if kind in s.watches and (not s.syscalls or key[1] in s.syscalls)),
+            )
+        return self._asked[key]
 
     def feed(self, event: Event) -> None:
         """Take one event. Order matters: it is the box's single ingest order."""
@@ -228,9 +220,9 @@ class Judge:
         kind = event.kind
         if kind == "syscall":
             assert isinstance(event, SyscallSeen)
-            ask = self._by_call.get(event.name) or self._by_kind.get(kind, _SILENT)
+            ask = self._asked.get((kind, event.name)) or self._find_out(kind, event.name)
         else:
-            ask = self._by_kind.get(kind, _SILENT)
+            ask = self._asked.get((kind, "")) or self._find_out(kind, "")
             if kind == "lost":
                 assert isinstance(event, EvidenceLost)
                 self._note_loss(event)

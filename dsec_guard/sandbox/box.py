@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +24,19 @@ from dsec_guard.sandbox.decoys import DecoyTree, build_decoys
 from dsec_guard.sandbox.environment import HOSTNAME, UMASK, compose_environment, encode_environment
 from dsec_guard.sandbox.holder import Holder
 from dsec_guard.sandbox.launch import BoxInit, Launcher, StartedExec
+from dsec_guard.sandbox.owners import can_idmap, copy_workspace, without_refused_maps
 from dsec_guard.sandbox.rootfs import RootContext, RootPlan, aliases_of, compose_root
-from dsec_guard.sandbox.spec import ExecRequest, LandlockRule, LandlockSpec, Rlimit, SpawnedBox, SpawnSpec
+from dsec_guard.sandbox.spec import (
+    ExecRequest,
+    LandlockRule,
+    LandlockSpec,
+    MountFlag,
+    OpKind,
+    Rlimit,
+    RootOp,
+    SpawnedBox,
+    SpawnSpec,
+)
 from dsec_guard.sandbox.workspace import WorkspaceDir
 
 PHASES = (Phase.SETUP, Phase.AGENT, Phase.VERIFY)
@@ -61,6 +73,7 @@ class Box:
         self.spawned: SpawnedBox
         self.init: BoxInit
         self.environment: dict[str, str]
+        self.unmapped: tuple[str, ...] = ()
 
     @property
     def id(self) -> int:
@@ -117,10 +130,14 @@ class Box:
         stack.callback(self.decoys.close)
         self.root = compose_root(policy, replace(context, decoys=self.decoys))
         self.environment = compose_environment(policy, outer=os.environ, extra=request.environment, tty=request.tty)
+        ops, self.unmapped = without_refused_maps(self.root.ops, userns)
+        if request.workspace is not None and not can_idmap(request.workspace.path, owner_map):
+            ops = self._copied_workspace(request.workspace, ops)
+            self.unmapped += (self.root.workspace,)
         before_spawn(self)
         self.spawned = launcher.spawn(SpawnSpec(
             name=request.name, hostname=HOSTNAME, base_uid=self.uids.base, cgroup_fd=self.cgroup.dir_fd,
-            userns_fd=userns, owner_map_fd=owner_map, v1_tasks_fds=self.cgroup.v1_tasks_fds, ops=self.root.ops,
+            userns_fd=userns, owner_map_fd=owner_map, v1_tasks_fds=self.cgroup.v1_tasks_fds, ops=ops,
             store_bytes=limits.disk, store_inodes=limits.files,
             notify_filter=plan.notify_filter, exec_filters=tuple(plan.exec_filters[p] for p in PHASES),
             landlock=tuple(_landlock(plan, phase) for phase in PHASES),
@@ -130,6 +147,14 @@ class Box:
         self.cgroup.close_tasks()
         stack.callback(self._close_spawned)
         self.init = BoxInit(self.spawned.init_fd)
+
+    def _copied_workspace(self, workspace: WorkspaceDir, ops: tuple[RootOp, ...]) -> tuple[RootOp, ...]:
+        """The workspace's file system maps no owners: the overlay's lower becomes a copy that is the agent's own."""
+        copy = self.request.stage_dir.parent / f"{self.request.name}-workspace"
+        self._stack.callback(shutil.rmtree, copy, ignore_errors=True)
+        copy_workspace(workspace.path, copy, self.agent_owner, max_bytes=self.request.policy.limits.disk)
+        return tuple(replace(op, source=str(copy), flags=op.flags & ~(MountFlag.IDMAP_OWNER | MountFlag.IDMAP_BOX))
+                     if op.kind is OpKind.OVERLAY else op for op in ops)
 
     def forget_listener(self) -> None:
         """The holder has the seccomp listener now and has to be the only one: an epoll set reports a closed descriptor for

@@ -21,7 +21,7 @@ from dsec_guard.host.fanotify import FanotifyGroup
 from dsec_guard.host.probe import PROBES, HostFeatures, probe
 from dsec_guard.incident.store import StateDir
 from dsec_guard.monitor.loader import KernelMonitor
-from dsec_guard.policy.compile import compile_policy, needed_features
+from dsec_guard.policy.compile import Plan, compile_policy, needed_features
 from dsec_guard.policy.data import data_dir
 from dsec_guard.policy.schema import Policy
 from dsec_guard.sandbox.holder import Holder
@@ -32,6 +32,7 @@ from dsec_guard.service.reaper import RUN_DIR, Ownership, reap
 from dsec_guard.service.request import RunOutcome, RunRequest
 from dsec_guard.service.run import Run
 
+_PLANS_KEPT = 256
 RUN_DIR_VARIABLE = "DSEC_GUARD_RUN_DIR"
 NATIVE_DIR = Path(__file__).resolve().parent.parent / "_native"
 
@@ -54,6 +55,7 @@ class Guard:
         self.detectors = DetectorSet.load(data_dir("detectors"))
         self._stack = contextlib.ExitStack()
         self._covered: set[Path] = set()
+        self._plans: dict[tuple[int, str, tuple[str, ...]], tuple[Policy, Plan]] = {}
         self._features: dict[tuple[str, ...], HostFeatures] = {}
         self.instance: Instance
         self.holder: Holder
@@ -144,6 +146,16 @@ class Guard:
             self._features[names] = probe(names)
         return self._features[names]
 
+    def plan(self, policy: Policy, workspace: str, readable: tuple[str, ...]) -> Plan:
+        """The policy compiled for this host, kept for the next run that asks for the same (a policy object is frozen)."""
+        key = (id(policy), workspace, readable)
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            # The policy is kept beside: while it lives, nothing else can have its id.
+            self._plans[key] = policy, compile_policy(policy, self.features(policy), workspace=workspace, readable=readable)
+        return self._plans[key][1]
+
     def fanotify_group(self) -> FanotifyGroup:
         """The group that watches decoys and protected files of all boxes; read by the holder."""
         if self.fanotify is None:
@@ -157,9 +169,7 @@ class Guard:
         A failure of the guard after the box exists is an outcome (`exit.reason` guard_error, validity infra_fault), so
         that nothing seen before it is lost. Raises: PolicyError, UsageError, HostError, SetupError before that.
         """
-        policy = request.policy
-        plan = compile_policy(policy, self.features(policy), workspace=str(request.workspace or ""),
-                              readable=[b.target for b in request.bind_ro])
+        plan = self.plan(request.policy, str(request.workspace or ""), tuple(b.target for b in request.bind_ro))
         with self.state.new_run() as run_dir:
             return Run(self, request, plan, io, run_dir).execute()
 

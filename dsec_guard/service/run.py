@@ -605,7 +605,11 @@ class Run:
     def _layers(self) -> tuple[Layer, ...]:
         checks = self.box.spawned.checks if self.box is not None else ()
         proven = Layer("self-check", LayerState.ENFORCED, ", ".join(c.name for c in checks))
-        return (*self.plan.layers, *((proven,) if checks else ()))
+        unmapped = self.box.unmapped if self.box is not None else ()
+        shown = ", ".join(unmapped[:3]) + (f" and {len(unmapped) - 3} more" if len(unmapped) > 3 else "")
+        layers = [Layer(x.name, LayerState.WEAKENED, f"the file system maps no owners at {shown}")
+                  if x.name == "file owners" and unmapped else x for x in self.plan.layers]
+        return (*layers, *((proven,) if checks else ()))
 
     def _write_back(self, box: Box, outcome: RunOutcome) -> RunOutcome:
         """After the verdict: apply, pack or drop what the command changed in the workspace."""

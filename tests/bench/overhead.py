@@ -39,7 +39,7 @@ from dsec_guard.service.request import BindRequest, KeepMode, RunRequest
 
 POLICY = "untrusted-script"
 TARGET = 1.05
-C_FILES, TEST_FILES, TESTS_EACH = 20, 15, 40
+C_FILES, TEST_FILES, TESTS_EACH = 20, 15, 28
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -70,8 +70,8 @@ def gcc_job() -> Job:
             f"struct s{n}_{k} {{ int a[{k + 2}]; double b; }};\n"
             f"static int work_{k}(struct s{n}_{k} *s, int x)\n{{\n\tint i, sum = 0;\n"
             f"\tfor (i = 0; i < {k + 2}; i++) {{ s->a[i] = x * i + {n}; sum += s->a[i] % {k + 3}; }}\n"
-            f"\ts->b = sqrt((double)sum);\n\treturn sum + (int)s->b;\n}}\n" for k in range(30))
-        calls = "".join(f"\t{{ struct s{n}_{k} s; memset(&s, 0, sizeof(s)); x += work_{k}(&s, x); }}\n" for k in range(30))
+            f"\ts->b = sqrt((double)sum);\n\treturn sum + (int)s->b;\n}}\n" for k in range(18))
+        calls = "".join(f"\t{{ struct s{n}_{k} s; memset(&s, 0, sizeof(s)); x += work_{k}(&s, x); }}\n" for k in range(18))
         files[f"unit_{n}.c"] = f'#include "all.h"\n{body}int unit_{n}(int x)\n{{\n{calls}\treturn x;\n}}\n'
     total = " + ".join(f"unit_{n}(c)" for n in range(C_FILES))
     files["main.c"] = f'#include "all.h"\nint main(int c, char **v)\n{{\n\t(void)v;\n\tprintf("%d\\n", {total});\n\treturn 0;\n}}\n'
