@@ -205,9 +205,13 @@ class Judge:
         kinds come at all. Calls that nobody names share one entry, so that odd numbers do not fill the table."""
         key = (kind, call if call in self._named else "")
         if key not in self._asked:
+
+            def watched(calls: frozenset[str]) -> bool:  # names of calls narrow system calls only
+                return kind != SyscallSeen.kind or not calls or key[1] in calls
+
             self._asked[key] = _ask(
-                (r for r in self._rules if kind in r.kinds and (not r.syscalls or key[1] in r.syscalls)),
-                (d for s, d in self._stateful if kind in s.watches and (not s.syscalls or key[1] in s.syscalls)),
+                (r for r in self._rules if kind in r.kinds and watched(r.syscalls)),
+                (d for s, d in self._stateful if kind in s.watches and watched(s.syscalls)),
             )
         return self._asked[key]
 
