@@ -431,8 +431,8 @@ def write_back(
     started_ns: `now_ns()` of the run's start; a file, or a directory to be removed, with a later change time is a
     conflict: then nothing at all is applied and the report says `stopped` (force=True applies the rest all the same).
     journal_dir: where the note stands that `recover` reads after a kill. cover: entered with the paths of note and staging
-    directory while they may exist, for somebody who removes them at once if we are killed. Raises UsageError when the workspace is no
-    longer the directory it was, OSError when staging fails (nothing is applied then).
+    directory while they may exist, for somebody who removes them at once if we are killed. Raises UsageError when the
+    workspace is no longer the directory it was, OSError when staging fails (nothing is applied then).
     """
     dir_fd = _open_workspace(workspace)
     try:
@@ -817,16 +817,16 @@ def pack(
         "changes": [_to_record(change) for change in planned.changes],
     }).encode()
     written = 0
-    with new_file(target, sync=True) as fd, os.fdopen(fd, "wb", closefd=False) as out:
-        with zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as stream, \
-                tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-            _add_member(tar, "manifest.json", len(manifest), BytesIO(manifest))
-            for number, change in enumerate(planned.changes):
-                if change.kind == "write":
-                    size = sum(length for _, length in change.segments)
-                    with _Packed(upper_fd, change) as data:
-                        _add_member(tar, f"data/{number}", size, data)
-                    written += size
+    with new_file(target, sync=True) as fd, os.fdopen(fd, "wb", closefd=False) as out, \
+            zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as stream, \
+            tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        _add_member(tar, "manifest.json", len(manifest), BytesIO(manifest))
+        for number, change in enumerate(planned.changes):
+            if change.kind == "write":
+                size = sum(length for _, length in change.segments)
+                with _Packed(upper_fd, change) as data:
+                    _add_member(tar, f"data/{number}", size, data)
+                written += size
     return WriteBackReport(
         applied=tuple(escape_bytes(change.path) for change in planned.changes if change.kind != "remove"),
         removed=tuple(escape_bytes(change.path) for change in planned.changes if change.kind == "remove"),

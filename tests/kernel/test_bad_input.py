@@ -80,7 +80,8 @@ def refused(done: subprocess.CompletedProcess[str], what: str, status: int = 125
     lines = done.stderr.splitlines()
     assert len([line for line in lines if line.startswith("dsec-guard: ")]) == 1, done.stderr
     assert re.search(what, lines[0]), done.stderr
-    assert len(lines) >= 2 and lines[1].startswith("  next: "), done.stderr
+    assert len(lines) >= 2, done.stderr
+    assert lines[1].startswith("  next: "), done.stderr
     assert not [line for line in lines[1:] if not line.startswith("  next: ")], done.stderr
     assert "Traceback" not in done.stderr
     assert "internal error" not in done.stderr
