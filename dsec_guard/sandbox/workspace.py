@@ -158,9 +158,10 @@ def is_git_control(layers: Layers | None, root_fd: int, path: bytes) -> bool:
     directories that git takes for a bare repository. Letter case is ignored, as some file systems do.
     """
     parts = path.split(b"/")
+    inside_git = False
     for i, part in enumerate(parts):
+        inside_git = inside_git or (i > 0 and parts[i - 1].lower().rstrip(b". ") == b".git")
         word = part.lower().rstrip(b". ")
-        inside_git = any(p.lower().rstrip(b". ") == b".git" for p in parts[:i])
         if word in (b"hooks", b"config", b"config.worktree", b"commondir", b"gitdir") or (
                 word == b"attributes" and i and parts[i - 1].lower() == b"info"):
             if inside_git:
