@@ -458,7 +458,8 @@ class PhaseChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceLost(Event):
-    """ring: evidence | context | fanotify | notify. over_budget: the box's own event budget was used up."""
+    """ring: evidence | context | fanotify | notify | inspection (of what a box left behind). over_budget: the box's own
+    event budget was used up."""
 
     kind: ClassVar[str] = "lost"
     ring: str

@@ -22,6 +22,7 @@ from dsec_guard.incident.result import result_json
 from dsec_guard.incident.store import RunDir
 from dsec_guard.model import (
     Event,
+    EvidenceLost,
     ExitReason,
     Layer,
     LayerState,
@@ -40,7 +41,7 @@ from dsec_guard.policy.compile import Plan
 from dsec_guard.policy.schema import Bind, User
 from dsec_guard.replay.record import RecordWriter
 from dsec_guard.sandbox.box import OWN_TASKS, Box, BoxRequest
-from dsec_guard.sandbox.changes import ChangeReport, inspect_changes
+from dsec_guard.sandbox.changes import ChangeLimits, ChangeReport, inspect_changes
 from dsec_guard.sandbox.collect import collect
 from dsec_guard.sandbox.environment import HOSTNAME
 from dsec_guard.sandbox.holder import (
@@ -135,8 +136,8 @@ class Run:
             box = self._build(stack)
             try:
                 self._run_command(box)
-            except DsecGuardError as problem:
-                error = problem
+            except (DsecGuardError, OSError) as problem:
+                error = _as_guard_error(problem)
             return self._conclude(box, error)
 
     def _build(self, stack: ExitStack) -> Box:
@@ -413,9 +414,11 @@ class Run:
             usage = self._account(box, ended_mono)
             collected = self._collect(box)
             self._inspect(box)
-        except DsecGuardError as problem:
-            error = error or problem
+        except (DsecGuardError, OSError) as problem:
+            # What was seen until here is judged and kept; the verdict says that the guard failed.
+            error = error or _as_guard_error(problem)
             usage, collected = Usage(), TransferReport(state="failed", why=str(problem))
+            self.io.finish()
         if not self.io.wait(DELIVER_S):
             self.warnings.append("the reader of the command's output did not take all of it")
             self.io.abort()
@@ -424,7 +427,10 @@ class Run:
         completeness = self._completeness(box, error)
         judgement = self._judge(completeness)
         outcome = self._outcome(exit_info, judgement, usage, collected, completeness, error)
-        outcome = self._write_back(box, outcome)
+        try:
+            outcome = self._write_back(box, outcome)
+        except (DsecGuardError, OSError) as problem:
+            outcome = replace(outcome, write_back=self._rescue(box, problem))
         self._store(outcome, completeness)
         return outcome
 
@@ -512,17 +518,22 @@ class Run:
         if destination is None:
             return TransferReport()
         roots = {box.root.workspace: box.spawned.overlay_fds[WORKSPACE_OVERLAY]} if self.workspace is not None else {}
-        report = collect(roots, self.policy.deliverables, destination)
+        try:
+            report = collect(roots, self.policy.deliverables, destination)
+        except (DsecGuardError, OSError) as problem:  # the place given for it, not the run, is at fault
+            self.warnings.append(f"nothing was collected: {problem}")
+            return TransferReport(state="failed", why=str(problem))
         self._emit(*report.refused)
         return TransferReport(
             state="collected", written=len(report.collected), refused=_refused(report.refused), refused_total=len(report.refused))
 
     def _inspect(self, box: Box) -> None:
         """What the agent left behind, read by descriptor now that nobody can change it any more."""
+        limits = ChangeLimits(max_entries=max(20_000, self.policy.limits.files))
         if self.workspace is not None:
             lower = os.open(self.workspace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                found = inspect_changes(box.spawned.upper_fds[WORKSPACE_OVERLAY], lower, box.root.workspace)
+                found = inspect_changes(box.spawned.upper_fds[WORKSPACE_OVERLAY], lower, box.root.workspace, limits=limits)
             finally:
                 os.close(lower)
             self._inspected(found)
@@ -532,7 +543,7 @@ class Run:
             except FileNotFoundError:
                 continue
             try:
-                self._inspected(inspect_changes(fd, -1, place, place="store"))
+                self._inspected(inspect_changes(fd, -1, place, place="store", limits=limits))
             finally:
                 os.close(fd)
 
@@ -540,6 +551,10 @@ class Run:
         self._emit(*found.events)
         for path, why in found.skipped[:10]:
             self.warnings.append(f"not inspected: {path} ({why})")
+        if found.skipped:  # whatever lies there may matter: no clean verdict without having looked
+            count = len(found.skipped)
+            self.lost["inspection"] = self.lost.get("inspection", 0) + count
+            self._emit(EvidenceLost(source=Source.INSPECTION, ring="inspection", count=count))
 
     def _exit_info(self, error: DsecGuardError | None) -> ExitInfo:
         if error is not None:
@@ -647,6 +662,18 @@ class Run:
             state="partial" if done.refused else "applied", written=len(done.applied), removed=len(done.removed),
             refused=_refused(done.refused), refused_total=len(done.refused)))
 
+    def _rescue(self, box: Box, problem: Exception) -> TransferReport:
+        """The workspace could not be written: keep the changes in the run's own directory, if that can be done."""
+        assert self.workspace is not None
+        target = self.run_dir.changes_file
+        try:
+            pack(box.spawned.upper_fds[WORKSPACE_OVERLAY], self.workspace, target, inside_prefix=box.root.workspace,
+                 started_ns=self.started_ns)
+        except (DsecGuardError, OSError) as again:
+            return TransferReport(state="failed", why=f"{problem}; and they could not be packed: {again}")
+        return TransferReport(state="failed", pack=target, why=str(problem),
+                              apply_command=("dsec-guard", "apply", str(target), "--to", str(self.workspace.path)))
+
     def _store(self, outcome: RunOutcome, completeness: Completeness) -> None:
         """Nothing is acknowledged before it is on disk."""
         assert self.record is not None
@@ -656,6 +683,10 @@ class Run:
         elif self.request.record_file is None and not outcome.error:
             self.run_dir.events_file.unlink(missing_ok=True)
         self.run_dir.write_result(result_json(outcome))
+
+
+def _as_guard_error(problem: Exception) -> DsecGuardError:
+    return problem if isinstance(problem, DsecGuardError) else SetupError(f"{type(problem).__name__}: {problem}")
 
 
 def _refused(events: Iterable[OutputRefused]) -> tuple[RefusedPath, ...]:
