@@ -364,7 +364,7 @@ class Run:
             self.events += 1
             if isinstance(event, SyscallSeen) and event.errno in (errno.ENOSPC, errno.EMFILE, errno.EFBIG, errno.EDQUOT):
                 self._counted[event.errno] = self._counted.get(event.errno, 0) + 1
-                if event.errno == errno.ENOSPC and self.box is not None:
+                if event.errno != errno.EMFILE and self.box is not None:
                     self._sample(self.box)
             self.record.events((event,))
             self.judge.feed(event)
