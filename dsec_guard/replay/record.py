@@ -41,6 +41,9 @@ FLUSH_S = 1.0
 _ENCODE = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
 
 
+_ROOM = "make room there, or name another place with --record FILE or $DSEC_GUARD_STATE"
+
+
 class RecordWriter:
     """Writes one recording. Order: `header`, any number of `events`, `finish`; `close` alone leaves a beginning.
 
@@ -124,7 +127,7 @@ class RecordWriter:
                 self._out.close()
             self._raw.close()
         except OSError as err:
-            raise RecordError(f"cannot write the record {self.path}: {err.strerror}") from err
+            raise RecordError(f"cannot write the record {self.path}: {err.strerror}", hint=_ROOM) from err
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +141,7 @@ class RecordWriter:
                 self._out.flush(self._zstd_block)
             self._raw.flush()
         except OSError as err:
-            raise RecordError(f"cannot write the record {self.path}: {err.strerror}") from err
+            raise RecordError(f"cannot write the record {self.path}: {err.strerror}", hint=_ROOM) from err
         self._flushed_at, self._dirty = time.monotonic(), False
 
     def _line(self, record: Mapping[str, Any]) -> int:

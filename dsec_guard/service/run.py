@@ -94,6 +94,9 @@ class Run:
     def __init__(self, guard: Guard, request: RunRequest, plan: Plan, io: BoxIO, run_dir: RunDir) -> None:
         self.guard = guard
         self.request = request
+        # A host that lacks what the layer stands on has no monitor for this box, whatever was loaded.
+        watched = all(x.state is LayerState.ENFORCED for x in plan.layers if x.name == "monitor")
+        self.monitor = guard.monitor if watched else None
         self.policy = request.policy
         self.plan = plan
         self.io = io
@@ -142,7 +145,7 @@ class Run:
 
     def _build(self, stack: ExitStack) -> Box:
         guard, policy = self.guard, self.policy
-        if guard.monitor is None and not self._may_degrade():
+        if self.monitor is None and not self._may_degrade():
             raise MonitorError(f"the kernel monitor cannot be started: {guard.monitor_error}",
                                hint="`dsec-guard doctor` shows what is missing; `if_unsupported: degrade` runs without it")
         request = BoxRequest(
@@ -158,10 +161,10 @@ class Run:
         if box.spawned.listener_fd >= 0:
             guard.holder.watch_notify(box.id, box.spawned.listener_fd, self.plan.notify_errnos)
             box.forget_listener()
-        if guard.monitor is not None:
-            guard.monitor.set_init(box.id, box.spawned.pid)
-            guard.monitor.reset_exec(box.id)
-            guard.monitor.go_live(box.id)
+        if self.monitor is not None:
+            self.monitor.set_init(box.id, box.spawned.pid)
+            self.monitor.reset_exec(box.id)
+            self.monitor.go_live(box.id)
         self._open_records(box)
         return box
 
@@ -179,15 +182,15 @@ class Run:
             objects[number] = ProtectedObject(object=item.object, label=item.label, decoy=item.decoy,
                                               dev=os.makedev(item.dev >> 20, item.dev & 0xFFFFF), ino=item.ino)
         self.stream = BoxStream(box_id=box.id, started_ns=self._started_mono, base_uid=box.uids.base, objects=objects)
-        if guard.monitor is not None:
+        if self.monitor is not None:
             watch = (*default_watch_prefixes(), *(os.fsencode(h.path) for h in policy.answers.hidden))
-            guard.monitor.add_box(BoxConfig(
+            self.monitor.add_box(BoxConfig(
                 box_id=box.id, level=policy.monitor.level, event_budget=policy.limits.events,
                 watch_prefixes=watch))
-            stack.callback(guard.monitor.remove_box, box.id)
+            stack.callback(self.monitor.remove_box, box.id)
             for number, known in objects.items():
-                guard.monitor.protect(known.dev, known.ino, number)
-                stack.callback(guard.monitor.unprotect, known.dev, known.ino)
+                self.monitor.protect(known.dev, known.ino, number)
+                stack.callback(self.monitor.unprotect, known.dev, known.ino)
         watched = [item for item in files if item.decoy]
         if watched and any(x.name == "decoys" and x.state is LayerState.ENFORCED for x in self.plan.layers):
             guard.fanotify_group().mark_all(watched, box.decoys.open_object)
@@ -273,8 +276,8 @@ class Run:
                 (guard.holder.records_fd, self._drain_holder),
                 (oom.fileno(), lambda: self._note_oom(oom.drain())),
             ]
-            if guard.monitor is not None:
-                sources.append((guard.monitor.fileno(), self._drain_kernel))
+            if self.monitor is not None:
+                sources.append((self.monitor.fileno(), self._drain_kernel))
             if wake >= 0:
                 sources.append((wake, lambda: _empty(wake)))
             for fd, action in sources:
@@ -337,7 +340,7 @@ class Run:
             self._reason = self._reason or ExitReason.MEMORY_LIMIT
 
     def _drain_kernel(self) -> int:
-        monitor = self.guard.monitor
+        monitor = self.monitor
         assert monitor is not None
         assert self.stream is not None
         records = monitor.drain(4096)
@@ -348,7 +351,7 @@ class Run:
 
     def _drain_holder(self) -> int:
         assert self.stream is not None
-        if self.guard.monitor is not None:
+        if self.monitor is not None:
             self._drain_kernel()  # who a process is comes from there, and before what it did
         records = self.guard.holder.read_records()
         for raw in records:
@@ -446,7 +449,7 @@ class Run:
         self._read_holder()
         while self._drain_holder():
             pass
-        if self.guard.monitor is not None:
+        if self.monitor is not None:
             while self._drain_kernel():
                 pass
 
@@ -454,7 +457,7 @@ class Run:
         """Turn counters into events: refused calls beyond the first few, limits reached, losses, and the sums."""
         cgroup = box.cgroup.usage()
         stdio = self.io.report()
-        monitor = self.guard.monitor
+        monitor = self.monitor
         assert self.stream is not None
         forks = 0
         if monitor is not None:
@@ -570,7 +573,7 @@ class Run:
 
     def _completeness(self, box: Box, error: DsecGuardError | None) -> Completeness:
         missing: list[str] = []
-        monitor = self.guard.monitor
+        monitor = self.monitor
         if monitor is None:
             missing += ["sys_exit", "tracepoint", "cgroup"]
         else:
@@ -601,7 +604,7 @@ class Run:
             run_id=self.run_dir.run_id, run_dir=self.run_dir.path, policy_name=policy.name, policy_digest=policy.digest,
             argv=request.argv, exit=exit_info, verdict=judgement.verdict, reward=judgement.reward,
             started_ns=self.started_ns, ended_ns=time.time_ns(), mode=policy.mode.value, layers=self._layers(),
-            monitor=MonitorStats(level=policy.monitor.level if self.guard.monitor else None, events=self.events,
+            monitor=MonitorStats(level=policy.monitor.level if self.monitor else None, events=self.events,
                                  lost=sum(completeness.lost.values()), over_budget=completeness.over_budget),
             usage=usage, flags=tuple(self.flags), incidents=judgement.incidents, task_reward=task_reward,
             fold=judgement.fold(task_reward), workspace=request.workspace, collect=collected,
