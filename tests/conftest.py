@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,12 @@ CLI = (sys.executable, "-P", "-c", "from dsec_guard.cli.main import cli; cli()")
 PROGRAMS = {"bubblewrap": "bwrap", "clang": "clang-14", "gcc": "gcc", "git": "git", "strace": "strace"}
 #: What no test may insist on: hosts that have it are rare, or it is only compared with.
 OPTIONAL = frozenset({"strace"})
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with INT and QUIT ignored, and every program that tests start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @functools.cache
