@@ -87,7 +87,7 @@ class RunDir:
         return self.path / "changes.tar.zst"
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        write_atomic(self.result_file, to_bytes(result), sync=bool(result.get("incidents")))
+        write_atomic(self.result_file, to_bytes(result, indent=None), sync=bool(result.get("incidents")))
 
     def close(self) -> None:
         """Unlock; afterwards the state directory is brought below its limits when that is due."""

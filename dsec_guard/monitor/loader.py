@@ -18,7 +18,8 @@ from typing import Any
 from dsec_guard.errors import HostError, MonitorError
 from dsec_guard.model import Level
 from dsec_guard.monitor import syscalls, wire
-from dsec_guard.monitor.libbpf import BpfError, BpfLink, BpfObject
+from dsec_guard.monitor.libbpf import BpfError, BpfObject
+from dsec_guard.monitor.linger import Lingering
 
 __all__ = [
     "NETWORK_ALLOWLIST",
@@ -39,6 +40,8 @@ PHASE_NUMBERS = {"setup": 0, "agent": 1, "verify": 2}
 _NATIVE = Path(__file__).resolve().parent.parent / "_native"
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _OPTIONAL = frozenset({"dg_capable", "dg_uring_create", "dg_uring_submit", "dg_oom_victim"})
+_SYS_EXIT = "tp_btf/sys_exit"
+_ONLY_FULL = "attached while a box of level full lives"
 _HINT = "needs CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN (root), kernel BTF (/sys/kernel/btf/vmlinux) and libbpf 1.x"
 _BATCH_BYTES = 1 << 20
 
@@ -171,12 +174,12 @@ class KernelMonitor:
     """The loaded object. Use `load`; end with `close`, which detaches everything. Not thread-safe."""
 
     def __init__(
-        self, obj: BpfObject, cgroup_fd: int, skipped: dict[str, str], drain: Any, sizes: tuple[int, int]
+        self, obj: BpfObject, cgroup_fd: int, skipped: dict[str, str], drain: Any, sizes: tuple[int, int], linger_s: float
     ) -> None:
         self._obj = obj
+        self._sys_exit = Lingering(lambda: obj.attach("dg_sys_exit"), obj.detach, linger_s)
         self._boxes_of: dict[int, _Box] = {}
         self._full: set[int] = set()
-        self._sys_exit: BpfLink | None = None
         self._hooks: dict[str, HookState] = {}
         self._rings: list[_Ring] = []
         self._epoll = select.epoll()
@@ -214,13 +217,15 @@ class KernelMonitor:
         evidence_bytes: int = 4 << 20,
         context_bytes: int = 1 << 20,
         fail_closed: bool = True,
+        linger_s: float = 0.0,
         native_dir: Path = _NATIVE,
     ) -> KernelMonitor:
         """Load and attach.
 
         cgroup_dir_fd: the instance's v2 directory, above its boxes. ancestor_level: depth of a box's directory below
         the v2 root (a child of the root is 1). Ring sizes are powers of two. fail_closed: connections from below the
-        instance but from no known box are refused unless they stay on loopback.
+        instance but from no known box are refused unless they stay on loopback. linger_s: how long the program on
+        sys_exit stays attached after the last box of level full.
         Raises: HostError(feature="bpf") when the kernel refuses the object, with the verifier's last lines.
         """
         drain = _load_drain(native_dir)
@@ -256,7 +261,7 @@ class KernelMonitor:
                 skipped[refused] = str(exc)
                 continue
             try:
-                return cls(obj, cgroup_dir_fd, skipped, drain, (evidence_bytes, context_bytes))
+                return cls(obj, cgroup_dir_fd, skipped, drain, (evidence_bytes, context_bytes), linger_s)
             except BaseException:
                 obj.close()
                 raise
@@ -267,7 +272,7 @@ class KernelMonitor:
                 self._hooks[section] = HookState(section, False, skipped[program])
                 continue
             if program == "dg_sys_exit":
-                self._hooks[section] = HookState(section, False, "attached while a box of level full lives")
+                self._hooks[section] = HookState(section, False, _ONLY_FULL)
                 continue
             try:
                 self._obj.attach(program, cgroup_fd if section.startswith("cgroup/") else -1)
@@ -380,22 +385,21 @@ class KernelMonitor:
         return [key for key in self._counts.scan() if key.startswith(prefix)]
 
     def _want_sys_exit(self, box_id: int) -> None:
-        if self._sys_exit is None:
+        if not self._full:
             try:
-                self._sys_exit = self._obj.attach("dg_sys_exit")
+                self._sys_exit.want()
             except BpfError as exc:
                 raise HostError(f"level full: {exc}", feature="bpf", hint=_HINT) from exc
-            self._hooks["tp_btf/sys_exit"] = HookState("tp_btf/sys_exit", True)
+            self._hooks[_SYS_EXIT] = HookState(_SYS_EXIT, True)
         self._full.add(box_id)
 
     def _unwant_sys_exit(self, box_id: int) -> None:
+        if box_id not in self._full:
+            return
         self._full.discard(box_id)
-        if not self._full and self._sys_exit is not None:
-            self._obj.detach(self._sys_exit)
-            self._sys_exit = None
-            self._hooks["tp_btf/sys_exit"] = HookState(
-                "tp_btf/sys_exit", False, "attached while a box of level full lives"
-            )
+        if not self._full:
+            self._sys_exit.unwant()
+            self._hooks[_SYS_EXIT] = HookState(_SYS_EXIT, False, _ONLY_FULL)
 
     # --------------------------------------------------------------------------------------------- protected objects
 
@@ -453,6 +457,7 @@ class KernelMonitor:
             self._global.close()
         self._boxes_of.clear()
         self._full.clear()
+        self._sys_exit.close()
         self._obj.close()
 
     def __enter__(self) -> KernelMonitor:

@@ -26,6 +26,7 @@ from dsec_guard.sandbox.holder import Holder
 from dsec_guard.sandbox.launch import BoxInit, Launcher, StartedExec
 from dsec_guard.sandbox.owners import can_idmap, copy_workspace, without_refused_maps
 from dsec_guard.sandbox.rootfs import RootContext, RootPlan, aliases_of, compose_root
+from dsec_guard.sandbox.roots import Root, RootCache
 from dsec_guard.sandbox.spec import (
     ExecRequest,
     LandlockRule,
@@ -88,7 +89,7 @@ class Box:
 
     @classmethod
     def create(cls, request: BoxRequest, *, instance: Instance, holder: Holder, launcher: Launcher, run_dir: Path,
-               before_spawn: Callable[[Box], None]) -> Box:
+               roots: RootCache, before_spawn: Callable[[Box], None]) -> Box:
         """Build a box up to its waiting dg-init. before_spawn: called when the box has its cgroup and decoys, before any
         of its tasks exists (the monitor learns of it there).
 
@@ -96,12 +97,12 @@ class Box:
         """
         with contextlib.ExitStack() as stack:
             box = cls(request, stack)
-            box._build(instance, holder, launcher, run_dir, before_spawn)
+            box._build(instance, holder, launcher, run_dir, roots, before_spawn)
             box._stack = stack.pop_all()
             return box
 
     def _build(self, instance: Instance, holder: Holder, launcher: Launcher, run_dir: Path,
-               before_spawn: Callable[[Box], None]) -> None:
+               roots: RootCache, before_spawn: Callable[[Box], None]) -> None:
         request, policy, plan, stack = self.request, self.request.policy, self.request.plan, self._stack
         limits = policy.limits
         self.uids = stack.enter_context(UidRange.acquire(run_dir))
@@ -128,14 +129,23 @@ class Box:
         self.decoys = build_decoys(policy.answers, secrets.token_bytes(16), owner_uid=self.uids.base,
                                    owner_gid=self.uids.base, aliases=aliases_of(policy, context))
         stack.callback(self.decoys.close)
-        self.root = compose_root(policy, replace(context, decoys=self.decoys))
+        context = replace(context, decoys=self.decoys)
+
+        def compose() -> Root:
+            root = compose_root(policy, context)
+            ops, unmapped = without_refused_maps(root.ops, userns)
+            return Root(root=root, ops=ops, unmapped=unmapped, policy=policy, plan=plan)
+
+        owner = (request.workspace.uid, request.workspace.gid) if request.workspace is not None else None
+        known = roots.get(policy, plan, context, owner, compose)
+        alike = True
+        self.root, ops, self.unmapped = known.root, known.for_box(context), known.unmapped
         self.environment = compose_environment(policy, outer=os.environ, extra=request.environment, tty=request.tty)
-        ops, self.unmapped = without_refused_maps(self.root.ops, userns)
         if request.workspace is not None and not can_idmap(request.workspace.path, owner_map):
-            ops = self._copied_workspace(request.workspace, ops)
+            ops, alike = self._copied_workspace(request.workspace, ops), False
             self.unmapped += (self.root.workspace,)
         before_spawn(self)
-        self.spawned = launcher.spawn(SpawnSpec(
+        spec = SpawnSpec(
             name=request.name, hostname=HOSTNAME, base_uid=self.uids.base, cgroup_fd=self.cgroup.dir_fd,
             userns_fd=userns, owner_map_fd=owner_map, v1_tasks_fds=self.cgroup.v1_tasks_fds, ops=ops,
             store_bytes=limits.disk, store_inodes=limits.files,
@@ -143,7 +153,8 @@ class Box:
             landlock=tuple(_landlock(plan, phase) for phase in PHASES),
             rlimits=tuple(Rlimit(*limit) for limit in plan.rlimits), stage_dir=str(request.stage_dir),
             caps=plan.caps, check_phase=PHASES.index(Phase.AGENT), check_syscalls=plan.proofs,
-        ))
+        )
+        self.spawned = launcher.spawn(spec, roots.pack(known, spec) if alike else None)
         self.cgroup.close_tasks()
         stack.callback(self._close_spawned)
         self.init = BoxInit(self.spawned.init_fd)

@@ -153,13 +153,13 @@ class Launcher:
             raise _broken("user namespace", "an unexpected answer", errno.EPROTO)
         return fds[0]
 
-    def spawn(self, spec: SpawnSpec) -> SpawnedBox:
-        """Builds a box and returns its handles once dg-init is up and has proved its denials.
+    def spawn(self, spec: SpawnSpec, packed: plan.PackedPlan | None = None) -> SpawnedBox:
+        """Builds a box and returns its handles once dg-init is up and has proved its denials. packed: the spec as bytes.
 
         Raises: SetupError with the launcher's step (`build_root`, `deadline`, `self_check`, ...) and errno; the box's
         first process is then killed, and emptying the cgroup is the caller's.
         """
-        packed = plan.pack_plan(spec)
+        packed = plan.pack_plan(spec) if packed is None else packed
         what = f"box {spec.name}"
         memfd = plan.sealed_memfd(packed.data, "dsec-plan")
         try:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsec_guard.errors import SetupError
@@ -119,6 +119,7 @@ ANSWER = Record("dg_answer", (
 RECORDS = (PLAN, OP, RLIMIT, PHASE, RULE, PORT, CHECK, EXEC, REQUEST, CHECK_RESULT, ANSWER)
 
 _BPF_INSTRUCTION = 8  # bytes
+_NAME_AT, _BASE_UID_AT = PLAN.offsets()["name"], PLAN.offsets()["base_uid"]
 
 
 class _Pack:
@@ -137,13 +138,20 @@ class _Pack:
         return known
 
     def _place(self, raw: bytes) -> Span:
-        if b"\0" in raw:
-            raise SetupError(f"a NUL byte in {raw!r}", step="pack_plan", errno_name="EINVAL")
         span = self._texts.get(raw)
         if span is None:
-            span = (len(self._data), len(raw))
-            self._data += raw + b"\0"
-            self._texts[raw] = span
+            span = self._texts[raw] = self._append(raw)
+        return span
+
+    def own_text(self, value: str) -> Span:
+        """A text that nothing else points to, so that it can be written over."""
+        return self._append(os.fsencode(value))
+
+    def _append(self, raw: bytes) -> Span:
+        if b"\0" in raw:
+            raise SetupError(f"a NUL byte in {raw!r}", step="pack_plan", errno_name="EINVAL")
+        span = (len(self._data), len(raw))
+        self._data += raw + b"\0"
         return span
 
     def blob(self, value: bytes, *, element: int = 1) -> Span:
@@ -221,7 +229,7 @@ def pack_plan(spec: SpawnSpec) -> PackedPlan:
             "cgroup_fd": fds.index(spec.cgroup_fd), "userns_fd": fds.index(spec.userns_fd),
             "owner_map_fd": fds.index(spec.owner_map_fd),
             "v1_fds": pack.array([struct.pack("<I", fds.index(fd)) for fd in spec.v1_tasks_fds], 4),
-            "name": pack.text(spec.name), "hostname": pack.text(spec.hostname), "stage_dir": pack.text(spec.stage_dir),
+            "name": pack.own_text(spec.name), "hostname": pack.text(spec.hostname), "stage_dir": pack.text(spec.stage_dir),
             "ops": pack.array([_pack_op(pack, fds, op) for op in spec.ops], OP.size),
             "rlimits": pack.array(
                 [RLIMIT.pack(resource=r.resource, soft=_rlim(r.soft), hard=_rlim(r.hard)) for r in spec.rlimits], RLIMIT.size),
@@ -242,6 +250,22 @@ def pack_plan(spec: SpawnSpec) -> PackedPlan:
                          hint=f"fewer than {MAX_FDS} are accepted")
     names = tuple(op.name for op in spec.ops if op.kind.name == "OVERLAY")
     return PackedPlan(data=data, fds=tuple(fds.fds), overlay_names=names)
+
+
+def repack_plan(packed: PackedPlan, spec: SpawnSpec) -> PackedPlan | None:
+    """As `pack_plan(spec)`, from the plan of another box that differs in its name, base uid and descriptors alone.
+
+    None when the name's length differs: nothing can be moved. That all else is equal is the caller's to know.
+    """
+    name, data = os.fsencode(spec.name), bytearray(packed.data)
+    start, length = struct.unpack_from("<II", data, _NAME_AT)
+    if length != len(name) or b"\0" in name:
+        return None
+    data[start:start + length] = name
+    struct.pack_into("<I", data, _BASE_UID_AT, spec.base_uid)
+    given = (spec.cgroup_fd, spec.userns_fd, spec.owner_map_fd, *spec.v1_tasks_fds, *(op.fd for op in spec.ops))
+    fds = tuple(fd for fd in given if fd >= 0)
+    return replace(packed, data=bytes(data), fds=fds) if len(fds) == len(packed.fds) else None
 
 
 def _rlim(value: int) -> int:

@@ -26,6 +26,7 @@ from dsec_guard.policy.data import data_dir
 from dsec_guard.policy.schema import Policy
 from dsec_guard.sandbox.holder import Holder
 from dsec_guard.sandbox.launch import Launcher
+from dsec_guard.sandbox.roots import RootCache
 from dsec_guard.sandbox.stdio import BoxIO
 from dsec_guard.sandbox.workspace import recover
 from dsec_guard.service.reaper import RUN_DIR, Ownership, reap
@@ -33,6 +34,7 @@ from dsec_guard.service.request import RunOutcome, RunRequest
 from dsec_guard.service.run import Run
 
 _PLANS_KEPT = 256
+LINGER_S = 1.0  # the program on sys_exit, after the last box of level full
 RUN_DIR_VARIABLE = "DSEC_GUARD_RUN_DIR"
 NATIVE_DIR = Path(__file__).resolve().parent.parent / "_native"
 
@@ -56,6 +58,7 @@ class Guard:
         self._stack = contextlib.ExitStack()
         self._covered: set[Path] = set()
         self._plans: dict[tuple[int, str, tuple[str, ...]], tuple[Policy, Plan]] = {}
+        self.roots = RootCache()
         self._features: dict[tuple[str, ...], HostFeatures] = {}
         self.instance: Instance
         self.holder: Holder
@@ -108,7 +111,7 @@ class Guard:
         self.launcher = Launcher(self.holder.launcher_socket)
         self._stack.callback(self.launcher.close)
         try:
-            self.monitor = KernelMonitor.load(self.instance.v2_fd, self.instance.v2_level + 1)
+            self.monitor = KernelMonitor.load(self.instance.v2_fd, self.instance.v2_level + 1, linger_s=LINGER_S)
             self._stack.callback(self.monitor.close)
         except HostError as err:
             self.monitor_error = str(err)  # whether a box may run without it is the policy's decision

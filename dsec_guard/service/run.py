@@ -155,7 +155,7 @@ class Run:
             stage_dir=guard.stage_dir,
         )
         box = Box.create(request, instance=guard.instance, holder=guard.holder, launcher=guard.launcher,
-                         run_dir=guard.run_dir, before_spawn=lambda b: self._watch_box(b, stack))
+                         run_dir=guard.run_dir, roots=guard.roots, before_spawn=lambda b: self._watch_box(b, stack))
         stack.callback(box.close)
         self.box = box
         if box.spawned.listener_fd >= 0:

@@ -185,3 +185,25 @@ def test_nobody_can_change_a_sealed_plan():
             os.ftruncate(fd, 0)
     finally:
         os.close(fd)
+
+
+def _with_fds(first: int, **changes: object) -> SpawnSpec:
+    ops = (RootOp(OpKind.DIR, "etc"), RootOp(OpKind.TREE, "answers", fd=first + 3), RootOp(OpKind.TREE, "key", fd=first + 4))
+    return spec(cgroup_fd=first, userns_fd=first + 1, v1_tasks_fds=(first + 2,), ops=ops, **changes)
+
+
+def test_a_plan_written_over_for_another_box_is_the_plan_of_that_box() -> None:
+    # A name that is also the text of something else must not take that along.
+    packed = plan.pack_plan(_with_fds(10, name="sandbox", hostname="sandbox"))
+    other = _with_fds(30, name="another", hostname="sandbox", base_uid=1 << 21)
+    again = plan.repack_plan(packed, other)
+    assert again == plan.pack_plan(other)
+    assert again is not None
+    assert again.fds == (30, 31, 32, 33, 34)
+    assert again.data != packed.data
+
+
+@pytest.mark.parametrize("changes", [{"name": "longer than sandbox"}, {"owner_map_fd": 40}])
+def test_a_plan_of_another_shape_is_not_written_over(changes: dict[str, object]) -> None:
+    packed = plan.pack_plan(_with_fds(10, name="sandbox"))
+    assert plan.repack_plan(packed, _with_fds(30, **{"name": "another", **changes})) is None
