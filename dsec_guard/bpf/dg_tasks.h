@@ -6,6 +6,7 @@
 #define DG_CLONE_THREAD 0x00010000ULL
 #define DG_SIGNAL_GROUP_EXIT 0x4          /* include/linux/sched/signal.h */
 #define DG_SEND_SIG_PRIV ((void *)1)
+#define DG_SI_TKILL (-6)                  /* include/uapi/asm-generic/siginfo.h */
 
 struct dg_exec_scratch {
 	struct dg_exec exec;
@@ -146,6 +147,22 @@ int BPF_PROG(dg_exit, struct task_struct *task)
 }
 
 /*
+ * A signal that carries a negative si_code was either sent by one of three calls, whose caller chooses the code, or made
+ * by the kernel on its own: a timer of anybody's runs out while this task happens to be on the CPU.
+ */
+DG_INLINE int dg_sent_by_call(struct task_struct *task, int code)
+{
+	struct pt_regs *regs;
+	unsigned long nr;
+
+	if (code >= 0 || code == DG_SI_TKILL)
+		return 1;
+	regs = (struct pt_regs *)bpf_task_pt_regs(task);
+	nr = regs->orig_ax;
+	return nr == 129 || nr == 297 || nr == 424; /* rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal */
+}
+
+/*
  * Signals that were really made. To the own box: only counted. To dg-init or out of the box: evidence. Faults the
  * kernel answers with a signal (SIGSYS from seccomp, SIGSEGV ...) are context.
  */
@@ -164,7 +181,7 @@ int BPF_PROG(dg_signal, int sig, struct kernel_siginfo *info, struct task_struct
 		from_kernel = 1;
 	} else if (info) {
 		bpf_core_read(&code, sizeof(code), &info->si_code);
-		from_kernel = code > 0;
+		from_kernel = code > 0 || !dg_sent_by_call(task, code);
 	}
 	tgid = BPF_CORE_READ(target, tgid);
 	in_box = dg_box_id_of(target) == who.box;

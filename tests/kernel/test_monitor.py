@@ -667,6 +667,57 @@ def test_signal_out_of_the_box_is_evidence_and_one_within_is_counted(yard: Yard)
     assert yard.counters().signals == 1
 
 
+_TIMER = """
+import ctypes, os, signal, sys
+libc = ctypes.CDLL(None, use_errno=True)
+os.sched_setaffinity(0, {0})
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+timer, every_ms = ctypes.c_void_p(), (ctypes.c_long * 4)(0, 1_000_000, 0, 1_000_000)
+if libc.timer_create(1, None, ctypes.byref(timer)) or libc.timer_settime(timer, 0, every_ms, None):
+    sys.exit(1)
+print("ready", flush=True)
+while True:
+    signal.sigwait({signal.SIGALRM})
+"""
+
+
+def test_timer_of_another_process_is_not_a_signal_of_the_task_that_it_interrupts(yard: Yard) -> None:
+    yard.box()
+    outside = subprocess.Popen([sys.executable, "-c", _TIMER], stdout=subprocess.PIPE)
+    try:
+        assert outside.stdout is not None
+        assert outside.stdout.readline() == b"ready\n"
+        # On the same CPU: each time the timer runs out, the kernel makes the signal in our task's name.
+        yard.python("""
+            import time
+            os.sched_setaffinity(0, {0})
+            end = time.process_time() + 0.5
+            while time.process_time() < end:
+                pass
+        """)
+    finally:
+        outside.kill()
+        outside.communicate()
+    assert yard.events(SignalSent) == []
+
+
+@pytest.mark.parametrize("code", [-1, -2, -60])
+def test_a_signal_with_a_made_up_origin_is_a_signal_of_its_sender(yard: Yard, code: int) -> None:
+    yard.box()
+    outside = subprocess.Popen(["sleep", "60"])
+    try:
+        yard.python(f"""
+            info = (ctypes.c_int * 32)(15, 0, {code})
+            if libc.syscall(129, {outside.pid}, 15, info):
+                sys.exit(1)
+        """, uid=0)
+        assert outside.wait(timeout=10) == -15
+    finally:
+        if outside.poll() is None:
+            outside.kill()
+    assert [(e.signal, e.target_tgid) for e in yard.events(SignalSent)] == [(15, outside.pid)]
+
+
 def test_refused_kill_and_kill_of_all_show(yard: Yard) -> None:
     yard.box()
     yard.python(f"""
