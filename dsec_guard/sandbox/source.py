@@ -23,7 +23,13 @@ from dataclasses import dataclass, replace
 
 MAX_FACTS = 64
 _MAX_TEXT = 1 << 16
+_MAX_WORK = 8 << 20  # bytes of folded text in one file; executed text counts sixteen times
+_MARKS = tuple(bytes((mark,)) for mark in b";,.=+-*/%@&|^~<>([{:\n\r")
+_MAX_MARKS = 200_000
+_MAX_BRACES = 40_000
+_MAX_NODES = 4_000  # of one function that is looked at as a whole
 _FOLD_DEPTH = 24
+_NAME_DEPTH = 8
 _EXEC_DEPTH = 3
 
 _TEST_TOOLS = frozenset({"unittest", "pytest", "_pytest", "pluggy", "doctest", "nose", "nose2", "hypothesis"})
@@ -75,7 +81,7 @@ class Unscannable(Exception):
 def scan_source(raw: bytes, *, hidden: Sequence[str] = ()) -> tuple[Fact, ...]:
     """Facts of one file by line, at most `MAX_FACTS`. hidden: inside paths whose use is a fact.
 
-    A file that is no Python for this interpreter has none. Raises Unscannable for nesting beyond the parser's limits.
+    A file that is no Python for this interpreter has none. Raises Unscannable for nesting beyond the parser's limits and too many parts.
     """
     tree = _parse(raw)
     if tree is None:
@@ -89,6 +95,10 @@ def scan_source(raw: bytes, *, hidden: Sequence[str] = ()) -> tuple[Fact, ...]:
 
 
 def _parse(raw: bytes | str) -> ast.Module | None:
+    if isinstance(raw, bytes):
+        # A node takes up to 2 kB of memory; f-strings are parsed in quadratic time (3.11).
+        if sum(map(raw.count, _MARKS)) > _MAX_MARKS or raw.count(b"{") > _MAX_BRACES:
+            raise Unscannable("too many parts")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -119,7 +129,7 @@ class _At:
 
 
 class _Scan:
-    def __init__(self, tree: ast.Module, hidden: tuple[str, ...], depth: int = 0) -> None:
+    def __init__(self, tree: ast.Module, hidden: tuple[str, ...], depth: int = 0, work: list[int] | None = None) -> None:
         self.tree = tree
         self.hidden = hidden
         self.depth = depth
@@ -129,6 +139,7 @@ class _Scan:
         self.true_functions: set[str] = set()
         self.command_line = False
         self.fact_line = 0
+        self.work = work if work is not None else [_MAX_WORK]  # one for all text within text
 
     def run(self) -> None:
         for node in ast.walk(self.tree):
@@ -166,12 +177,17 @@ class _Scan:
         while True:
             self._expressions(node.test, at)
             guard = _is_main_guard(node.test)
+            # What only an import reaches is no program's own end.
+            imported = _is_main_guard(node.test, ast.NotEq)
+            decided = _truth(node.test) is True or imported
             forked = at.forked or any(self.value_is_fork(n) for n in ast.walk(node.test))
-            self._block(node.body, replace(at, conditional=True, guarded=at.guarded or guard, forked=forked))
+            self._block(node.body, replace(
+                at, conditional=at.conditional or not decided, guarded=at.guarded or guard, forked=forked))
             if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
                 node = node.orelse[0]
                 continue
-            self._block(node.orelse, replace(at, conditional=True, forked=forked))
+            self._block(node.orelse, replace(
+                at, conditional=at.conditional or not guard, guarded=at.guarded or imported, forked=forked))
             return
 
     def value_is_fork(self, node: ast.AST) -> bool:
@@ -197,7 +213,7 @@ class _Scan:
 
     def _changes_reports(self, node: ast.AST) -> bool:
         return any(isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and n.attr in
-                   ("outcome", "exitstatus", "excinfo", "longrepr", "passed", "failed") for n in ast.walk(node))
+                   ("outcome", "exitstatus", "excinfo", "longrepr", "passed", "failed") for n in _bounded(node, _MAX_NODES))
 
     def _class(self, node: ast.ClassDef, at: _At) -> None:
         for outer in (*node.decorator_list, *node.bases, *(k.value for k in node.keywords)):
@@ -310,7 +326,7 @@ class _Scan:
 
     def name(self, node: ast.AST, depth: int = 0) -> str:
         """`time.perf_counter` of whatever expression names it in this file, else ""."""
-        if depth > _FOLD_DEPTH:
+        if depth > _NAME_DEPTH:
             return ""
         if isinstance(node, ast.Name):
             found = self._lookup(node.id)
@@ -365,7 +381,7 @@ class _Scan:
 
     def fold(self, node: ast.AST, depth: int = 0) -> object:
         """The constant an expression stands for, None where it is none or too long to work out."""
-        if depth > _FOLD_DEPTH:
+        if depth > _FOLD_DEPTH or self.work[0] < 0:
             return None
         if isinstance(node, ast.Constant):
             return node.value
@@ -378,8 +394,10 @@ class _Scan:
             value = self._fold(node, depth + 1)
         except (ValueError, TypeError, LookupError, ArithmeticError, binascii.Error, zlib.error, MemoryError):
             return None
-        if isinstance(value, str | bytes | list) and len(value) > _MAX_TEXT:
-            return None
+        if isinstance(value, str | bytes | list):
+            self.work[0] -= len(value)
+            if len(value) > _MAX_TEXT:
+                return None
         return None if isinstance(value, int) and value.bit_length() > 64 else value
 
     def _fold(self, node: ast.AST, depth: int) -> object:
@@ -398,8 +416,10 @@ class _Scan:
             values = [self.fold(item, depth) for item in node.elts[:4096]]
             return None if any(v is None for v in values) else values
         elif isinstance(node, ast.JoinedStr):
-            parts = [self.fold(p.value if isinstance(p, ast.FormattedValue) else p, depth) for p in node.values]
-            return None if any(p is None for p in parts) else "".join(map(str, parts))
+            parts = [self.fold(p.value if isinstance(p, ast.FormattedValue) else p, depth) for p in node.values[:256]]
+            texts = [str(p) for p in parts if isinstance(p, str | int)]
+            fits = len(texts) == len(node.values) and sum(map(len, texts)) <= _MAX_TEXT
+            return "".join(texts) if fits else None
         elif isinstance(node, ast.Subscript):
             return self._fold_slice(node, depth)
         elif isinstance(node, ast.Call) and not node.keywords:
@@ -588,12 +608,12 @@ class _Scan:
         """An exit with success where a caller asked for a value; programs of their own do so for their users."""
         if args and self.fold(args[0]) not in (0, False) and not (isinstance(args[0], ast.Constant) and args[0].value is None):
             return
-        if at.guarded or self.command_line or at.forked or (self.depth and at.function):
+        if at.guarded or at.forked or (self.depth and at.function):
             return
         if at.at_import:
             if not at.conditional and self._is_library():
-                self.add(node, "exit", f"{func} with success {_where(at)}")
-        elif not any(w in at.function.lower() for w in _CLI_NAMES):
+                self.add(node, "exit", f"{func} with success {_where(at)}", sure=not self.command_line)
+        elif not self.command_line and not any(w in at.function.lower() for w in _CLI_NAMES):
             self.add(node, "exit", f"{func} with success {_where(at)}", sure=False)
 
     def _is_library(self) -> bool:
@@ -604,12 +624,13 @@ class _Scan:
         if isinstance(value, bytes):
             value = value.decode("utf-8", "replace")
         if isinstance(value, str):
-            if self.depth >= _EXEC_DEPTH:
-                self.add(node, "opaque", "text within text within text is executed", sure=False)
+            self.work[0] -= 16 * len(value)
+            if self.depth >= _EXEC_DEPTH or self.work[0] < 0:
+                self.add(node, "opaque", "text within text, or too much of it, is executed", sure=False)
                 return
             with contextlib.suppress(Unscannable):
                 if (tree := _parse(value)) is not None:
-                    inner = _Scan(tree, self.hidden, self.depth + 1)
+                    inner = _Scan(tree, self.hidden, self.depth + 1, self.work)
                     inner.fact_line = self.fact_line or node.lineno
                     inner.scopes = [dict(scope) for scope in self.scopes]
                     inner.command_line = self.command_line
@@ -646,7 +667,7 @@ class _Scan:
         keyed: set[str] = set()
         found: list[tuple[ast.AST, bool]] = []
         looks: list[ast.AST] = []
-        for node in ast.walk(function):
+        for node in _own_nodes(function):
             if isinstance(node, ast.Attribute):
                 climbs |= node.attr == "f_back"
                 if node.attr == "f_locals":
@@ -703,12 +724,22 @@ def _bounded(node: ast.AST, limit: int = 200) -> Iterator[ast.AST]:
         yield item
 
 
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions and classes inside it, which are looked at by themselves."""
+    stack = list(ast.iter_child_nodes(function))
+    while stack:
+        node = stack.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            stack += ast.iter_child_nodes(node)
+
+
 def _where(at: _At) -> str:
     return "at import" if at.at_import else f"in {at.function}"
 
 
-def _is_main_guard(test: ast.AST) -> bool:
-    if not isinstance(test, ast.Compare) or len(test.comparators) != 1 or not isinstance(test.ops[0], ast.Eq):
+def _is_main_guard(test: ast.AST, operator: type[ast.cmpop] = ast.Eq) -> bool:
+    if not isinstance(test, ast.Compare) or len(test.comparators) != 1 or not isinstance(test.ops[0], operator):
         return False
     sides = (test.left, test.comparators[0])
     return any(isinstance(s, ast.Name) and s.id == "__name__" for s in sides) and any(
@@ -743,10 +774,10 @@ def _always(body: Sequence[ast.stmt], want: bool) -> bool:
     """Whether a function can only return `want`: every return says so, nothing is raised, and its last statement returns."""
     returns: list[ast.Return] = []
     for statement in body:
-        for node in ast.walk(statement):
+        for count, node in enumerate(ast.walk(statement)):
             if isinstance(node, ast.Return):
                 returns.append(node)
-            elif isinstance(node, ast.Raise | ast.Yield | ast.YieldFrom | ast.Assert):
+            elif isinstance(node, ast.Raise | ast.Yield | ast.YieldFrom | ast.Assert) or count > 200:
                 return False
     return bool(returns) and isinstance(body[-1], ast.Return | ast.If | ast.Try | ast.With) and all(
         r.value is not None and _truth(r.value) is want for r in returns)

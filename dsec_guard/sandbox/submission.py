@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsec_guard.host.walk import open_beneath, open_regular
 from dsec_guard.model import FileChanged, Source, SourceFact, escape_bytes, unescape_bytes
 from dsec_guard.sandbox.globs import matches
-from dsec_guard.sandbox.source import MAX_FACTS, Unscannable, scan_source
+from dsec_guard.sandbox.source import MAX_FACTS, Fact, Unscannable, scan_source
 
 _LIBRARY_DIRS = ("site-packages", "dist-packages", "node_modules", ".git")
 
@@ -21,7 +22,7 @@ class ScanLimits:
     """max_file_bytes: of one file; max_bytes: of all; seconds: of all. What lies beyond is not seen and said so."""
 
     max_files: int = 2_000
-    max_file_bytes: int = 2 << 20
+    max_file_bytes: int = 1 << 20
     max_bytes: int = 16 << 20
     max_facts: int = 1_000
     seconds: float = 20.0
@@ -36,13 +37,13 @@ class ScanReport:
 
 
 def scan_submission(
-    upper_fd: int, inside_prefix: str, changed: Iterable[FileChanged], patterns: Sequence[str], *, hidden: Sequence[str] = (),
+    upper_fd: int, lower_fd: int, inside_prefix: str, changed: Iterable[FileChanged], patterns: Sequence[str], *, hidden: Sequence[str] = (),
     limits: ScanLimits | None = None, clock: Callable[[], float] = time.monotonic,
 ) -> ScanReport:
     """Facts of the Python files among `changed` (of the tree at `upper_fd`) that `patterns` hand in.
 
     patterns: inside paths or globs; a path stands for all below it. Installed packages and virtual environments are left
-    out. A file cannot change any more; a name that became something else is `unreadable`. Raises nothing of the files'.
+    out, and so are facts that a modified file had before (lower_fd, -1 for none). A file cannot change any more; a name that became something else is `unreadable`. Raises nothing of the files'.
     """
     limits = limits or ScanLimits()
     prefix = os.fsencode(inside_prefix.rstrip("/")) + b"/"
@@ -68,6 +69,8 @@ def scan_submission(
         try:
             raw = _read(upper_fd, path[len(prefix):], event.size)
             found = scan_source(raw, hidden=hidden)
+            if found and event.change == "modified" and lower_fd >= 0:
+                found = _new_facts(found, _before(lower_fd, path[len(prefix):], limits.max_file_bytes, hidden))
         except OSError:
             skipped.append((event.path, "unreadable"))
         except Unscannable:
@@ -86,6 +89,28 @@ def _handed_in(event: FileChanged, path: bytes, patterns: Sequence[str]) -> bool
         return False
     text = os.fsdecode(path)
     return any(text == p or text.startswith(p.rstrip("/") + "/") or matches(p, text) for p in patterns)
+
+
+def _before(lower_fd: int, below: bytes, max_bytes: int, hidden: Sequence[str]) -> tuple[Fact, ...]:
+    """What the file said before; nothing where that cannot be known, so that no fact is excused by it."""
+    try:
+        raw = _read(lower_fd, below, max_bytes + 1)
+        return scan_source(raw, hidden=hidden) if len(raw) <= max_bytes else ()
+    except (OSError, Unscannable):
+        return ()
+
+
+def _new_facts(now: Sequence[Fact], before: Sequence[Fact]) -> tuple[Fact, ...]:
+    """By what they say, wherever it moved to; one more of a kind than before is new."""
+    left = Counter((fact.what, fact.detail, fact.sure) for fact in before)
+    new: list[Fact] = []
+    for fact in now:
+        key = (fact.what, fact.detail, fact.sure)
+        if left[key]:
+            left[key] -= 1
+        else:
+            new.append(fact)
+    return tuple(new)
 
 
 def _read(root_fd: int, below: bytes, size: int) -> bytes:

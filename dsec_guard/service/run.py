@@ -538,10 +538,10 @@ class Run:
             lower = os.open(self.workspace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 found = inspect_changes(box.spawned.upper_fds[WORKSPACE_OVERLAY], lower, box.root.workspace, limits=limits)
+                self._inspected(found)
+                self._scan(box, lower, found)
             finally:
                 os.close(lower)
-            self._inspected(found)
-            self._scan(box, found)
         for name, place in box.root.store_places.items():
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=box.spawned.store_fd)
@@ -552,13 +552,13 @@ class Run:
             finally:
                 os.close(fd)
 
-    def _scan(self, box: Box, found: ChangeReport) -> None:
+    def _scan(self, box: Box, lower: int, found: ChangeReport) -> None:
         """What a grader would load: everything handed in, the harness, and the repository that both are about."""
         answers = self.policy.answers
         patterns = (*self.policy.deliverables, *answers.harness, *((answers.repository.path,) if answers.repository else ()))
         hidden = tuple(h.path for h in answers.hidden)
         upper = box.spawned.upper_fds[WORKSPACE_OVERLAY]
-        report = scan_submission(upper, box.root.workspace, found.events, patterns, hidden=hidden)
+        report = scan_submission(upper, lower, box.root.workspace, found.events, patterns, hidden=hidden)
         self._emit(*report.facts)
         self._not_inspected(report.skipped)
 
