@@ -81,7 +81,8 @@ class Unscannable(Exception):
 def scan_source(raw: bytes, *, hidden: Sequence[str] = ()) -> tuple[Fact, ...]:
     """Facts of one file by line, at most `MAX_FACTS`. hidden: inside paths whose use is a fact.
 
-    A file that is no Python for this interpreter has none. Raises Unscannable for nesting beyond the parser's limits and too many parts.
+    A file that is no Python for this interpreter has none.
+    Raises Unscannable for nesting beyond the parser's limits and too many parts.
     """
     tree = _parse(raw)
     if tree is None:
@@ -95,10 +96,9 @@ def scan_source(raw: bytes, *, hidden: Sequence[str] = ()) -> tuple[Fact, ...]:
 
 
 def _parse(raw: bytes | str) -> ast.Module | None:
-    if isinstance(raw, bytes):
-        # A node takes up to 2 kB of memory; f-strings are parsed in quadratic time (3.11).
-        if sum(map(raw.count, _MARKS)) > _MAX_MARKS or raw.count(b"{") > _MAX_BRACES:
-            raise Unscannable("too many parts")
+    # A node takes up to 2 kB of memory; f-strings are parsed in quadratic time (3.11).
+    if isinstance(raw, bytes) and (sum(map(raw.count, _MARKS)) > _MAX_MARKS or raw.count(b"{") > _MAX_BRACES):
+        raise Unscannable("too many parts")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -153,6 +153,7 @@ class _Scan:
                 self.command_line |= node.attr == "argv"
             elif isinstance(node, ast.FunctionDef) and _always(node.body, True):
                 self.true_functions.add(node.name)
+        self._frames(self.tree)
         self._block(self.tree.body, _At())
 
     def add(self, node: ast.AST, what: str, detail: str, *, sure: bool = True) -> None:

@@ -37,13 +37,14 @@ class ScanReport:
 
 
 def scan_submission(
-    upper_fd: int, lower_fd: int, inside_prefix: str, changed: Iterable[FileChanged], patterns: Sequence[str], *, hidden: Sequence[str] = (),
-    limits: ScanLimits | None = None, clock: Callable[[], float] = time.monotonic,
+    upper_fd: int, lower_fd: int, inside_prefix: str, changed: Iterable[FileChanged], patterns: Sequence[str], *,
+    hidden: Sequence[str] = (), limits: ScanLimits | None = None, clock: Callable[[], float] = time.monotonic,
 ) -> ScanReport:
     """Facts of the Python files among `changed` (of the tree at `upper_fd`) that `patterns` hand in.
 
     patterns: inside paths or globs; a path stands for all below it. Installed packages and virtual environments are left
-    out, and so are facts that a modified file had before (lower_fd, -1 for none). A file cannot change any more; a name that became something else is `unreadable`. Raises nothing of the files'.
+    out, and so are facts that a modified file had before (lower_fd, -1 for none).
+    A file cannot change any more; a name that became something else is `unreadable`. Raises nothing of the files'.
     """
     limits = limits or ScanLimits()
     prefix = os.fsencode(inside_prefix.rstrip("/")) + b"/"
