@@ -440,6 +440,22 @@ class FileChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceFact(Event):
+    """A line of a Python file that the agent handed in, parsed by the guard after the run and never executed.
+
+    path: inside the box. what: exit | equal | patch | report | clock | frames | heap | trace | memory | opaque |
+    hidden_read | hidden_write. sure: the form has no honest use known. detail: for people.
+    """
+
+    kind: ClassVar[str] = "source_fact"
+    path: str
+    line: int
+    what: str
+    sure: bool = True
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutputRefused(Event):
     """Collection or write-back left something out. why: a short fixed word (link_outside, device, fifo, hardlink ...)."""
 
@@ -490,7 +506,7 @@ EVENT_TYPES: Mapping[str, type[Event]] = {
     for cls in (
         SyscallSeen, FileOpened, ProcessExec, TaskCreated, ProcessExit, SignalSent, NetworkAttempt, DeviceAttempt,
         SysctlAttempt, CapabilityRefused, IoUringUsed, CgroupMoved, OomKilled, LimitHit, UsageSummary, FileChanged,
-        OutputRefused, PhaseChanged, EvidenceLost, CallsCounted, RunEnded,
+        SourceFact, OutputRefused, PhaseChanged, EvidenceLost, CallsCounted, RunEnded,
     )
 }
 

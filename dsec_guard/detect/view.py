@@ -14,6 +14,7 @@ from dsec_guard.model import (
     ProcessExec,
     ProcessExit,
     ProcessInfo,
+    SourceFact,
     SyscallSeen,
     TaskCreated,
 )
@@ -207,7 +208,7 @@ class View:
             self._path, self._path2 = normalise(event.path), normalise(event.path2)
         elif isinstance(event, FileOpened):
             self._path = normalise(event.object or event.path)
-        elif isinstance(event, (FileChanged, OutputRefused)):
+        elif isinstance(event, (FileChanged, SourceFact, OutputRefused)):
             self._path = normalise(event.path)
 
     def writes(self, event: Event) -> bool:

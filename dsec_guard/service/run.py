@@ -8,7 +8,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
@@ -57,6 +57,7 @@ from dsec_guard.sandbox.holder import (
 from dsec_guard.sandbox.launch import ExecExit, StartedExec
 from dsec_guard.sandbox.rootfs import WORKSPACE_OVERLAY
 from dsec_guard.sandbox.stdio import BoxIO
+from dsec_guard.sandbox.submission import scan_submission
 from dsec_guard.sandbox.workspace import WorkspaceDir, check_workspace, now_ns, pack, write_back
 from dsec_guard.scoring import Judgement, score
 from dsec_guard.service.request import (
@@ -537,9 +538,10 @@ class Run:
             lower = os.open(self.workspace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 found = inspect_changes(box.spawned.upper_fds[WORKSPACE_OVERLAY], lower, box.root.workspace, limits=limits)
+                self._inspected(found)
+                self._scan(box, lower, found)
             finally:
                 os.close(lower)
-            self._inspected(found)
         for name, place in box.root.store_places.items():
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=box.spawned.store_fd)
@@ -550,12 +552,25 @@ class Run:
             finally:
                 os.close(fd)
 
+    def _scan(self, box: Box, lower: int, found: ChangeReport) -> None:
+        """What a grader would load: everything handed in, the harness, and the repository that both are about."""
+        answers = self.policy.answers
+        patterns = (*self.policy.deliverables, *answers.harness, *((answers.repository.path,) if answers.repository else ()))
+        hidden = tuple(h.path for h in answers.hidden)
+        upper = box.spawned.upper_fds[WORKSPACE_OVERLAY]
+        report = scan_submission(upper, lower, box.root.workspace, found.events, patterns, hidden=hidden)
+        self._emit(*report.facts)
+        self._not_inspected(report.skipped)
+
     def _inspected(self, found: ChangeReport) -> None:
         self._emit(*found.events)
-        for path, why in found.skipped[:10]:
+        self._not_inspected(found.skipped)
+
+    def _not_inspected(self, skipped: Sequence[tuple[str, str]]) -> None:
+        for path, why in skipped[:10]:
             self.warnings.append(f"not inspected: {path} ({why})")
-        if found.skipped:  # whatever lies there may matter: no clean verdict without having looked
-            count = len(found.skipped)
+        if skipped:  # whatever lies there may matter: no clean verdict without having looked
+            count = len(skipped)
             self.lost["inspection"] = self.lost.get("inspection", 0) + count
             self._emit(EvidenceLost(source=Source.INSPECTION, ring="inspection", count=count))
 
