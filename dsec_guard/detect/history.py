@@ -24,6 +24,7 @@ _KEEPERS = frozenset({"gc", "repack", "prune", "prune-packed", "maintenance", "p
                       "fetch", "pull", "push"})
 #: Words by which `fsck` is asked for what nothing reaches; without one it checks the repository's health.
 _LOST = ("--unreachable", "--lost-found", "--dangling")
+_GIT = frozenset({"git", "git-upload-pack", "git-receive-pack"})
 _TAKES_VALUE = frozenset({"-c", "-C", "--git-dir", "--work-tree", "--namespace", "--exec-path", "--config-env"})
 
 
@@ -76,7 +77,7 @@ class LaterHistory:
         for (tgid, content), hit in sorted(self._hits.items(), key=lambda item: item[0]):
             if not content and (tgid, True) in self._hits:
                 continue
-            if basename(hit.process.exe) != "git" and not {tgid, hit.state.parent}.isdisjoint(self._whole):
+            if basename(hit.process.exe) not in _GIT and not {tgid, hit.state.parent}.isdisjoint(self._whole):
                 continue
             what = "the content of a later version" if content else "the later commits"
             yield Finding(
@@ -94,7 +95,7 @@ def _keeps(process: Process, view: View) -> bool:
     """Whether the process, or the git above it, handles objects as a whole."""
     at: Process | None = process
     for _ in range(4):
-        if at is None or basename(at.exe) not in ("git", "git-upload-pack", "git-receive-pack"):
+        if at is None or not is_tool(at, _GIT, view.facts):
             break
         command, words = git_command(at.argv)
         if command in _KEEPERS or (command == "fsck" and not any(w.startswith(_LOST) for w in words)):

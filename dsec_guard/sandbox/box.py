@@ -176,6 +176,7 @@ class Box:
         own = [RootOp(OpKind.OVERLAY, self.seal.target.lstrip("/"), source=str(self.seal.directory), name=SEAL_OVERLAY,
                       flags=flags, uid=plan.agent_uid, gid=plan.agent_gid)]
         own += [RootOp(OpKind.MASK_DIR, path.lstrip("/"), flags=MountFlag.OPTIONAL) for path in self.seal.masked]
+        own += [RootOp(OpKind.MASK_FILE, path.lstrip("/"), flags=MountFlag.OPTIONAL) for path in self.seal.bundles]
         at = next((i for i, op in enumerate(ops) if op.kind is OpKind.TREE), len(ops))
         return (*ops[:at], *own, *ops[at:])
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsec_guard.errors import HostError, SetupError, UsageError
+from dsec_guard.host.walk import Walk, WalkLimits, open_regular
 from dsec_guard.policy.schema import Repository
 from dsec_guard.sandbox.decoys import Alias, Planted, git_object, plausible, word
 
@@ -25,7 +26,9 @@ GIT_TIMEOUT_S = 300.0
 MAX_REFS = 100_000
 MAX_TEXT = 16 << 20        # bytes of one text file of the repository (packed-refs is the largest)
 MAX_ALTERNATES = 16
+MAX_SEARCHED = 20_000      # names looked at for bundles
 _SEARCH = "/usr/local/bin:/usr/bin:/bin"
+_BUNDLE = re.compile(rb"# v[23] git bundle\n")
 _HEX = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?\Z")
 #: Settings that say how files are written down; anything that could name a program or a place is left out.
 _KEPT_SETTINGS = frozenset({
@@ -38,8 +41,8 @@ _KEPT_SETTINGS = frozenset({
 class Seal:
     """target: where the sealed `.git` stands inside. directory: it on the host. writable: it lies in the workspace.
 
-    planted: files to be shown inside it by mounts of their own. masked: directories inside (borrowed object stores)
-    that have to be covered.
+    planted: files to be shown inside it by mounts of their own. masked, bundles: what else holds history inside and has
+    to be covered: directories (borrowed object stores, the real one where it shows again), and files of git's own format.
     """
 
     target: str
@@ -47,6 +50,7 @@ class Seal:
     writable: bool
     planted: tuple[Planted, ...] = ()
     masked: tuple[str, ...] = ()
+    bundles: tuple[str, ...] = ()
 
 
 def seal_repository(
@@ -77,16 +81,32 @@ def seal_repository(
     if not stat.S_ISDIR(os.lstat(source).st_mode) or os.path.lexists(os.path.join(source, "commondir")):
         raise UsageError(f"answers.repository: the .git of {place} points to a directory elsewhere (a linked worktree or a "
                          "submodule), which cannot be sealed", hint="give the task a clone of its own: git clone")
+    target = f"{place.rstrip('/')}/.git"
+    elsewhere = [path for path in _shown(source, aliases) if path != target]
     maker = _Maker(Path(source), place, directory)
     maker.make(repository.base)
     planted: tuple[Planted, ...] = ()
     if decoys and maker.head:
-        planted = _plant(maker, f"{place.rstrip('/')}/.git", seed)
+        planted = _plant(maker, target, seed)
+    bundles = maker.bundles(host)
     _give(directory, owner)
-    masked = [f"{a.target.rstrip('/')}/{rest}" for store in maker.borrowed for a in aliases
-              if (rest := _below(store, os.path.realpath(a.source)))]
-    return Seal(f"{place.rstrip('/')}/.git", directory, bool(workspace) and _below(place, workspace) is not None,
-                planted, tuple(dict.fromkeys(masked)))
+    masked = dict.fromkeys([*elsewhere, *(path for store in maker.borrowed for path in _shown(store, aliases))])
+    return Seal(target, directory, bool(workspace) and _below(place, workspace) is not None, planted, tuple(masked),
+                tuple(f"{place.rstrip('/')}/{name}" for name in bundles))
+
+
+def _shown(real: str, aliases: Iterable[Alias]) -> list[str]:
+    """Every place inside at which a directory of the host shows. Raises UsageError where a part of it is bound by itself."""
+    places = []
+    for alias in aliases:
+        source = os.path.realpath(alias.source)
+        if _below(source, real):
+            raise UsageError(f"{alias.source} is part of a repository that is sealed, and would be shown at {alias.target}",
+                             hint="do not bind it")
+        below = _below(real, source)
+        if below is not None:
+            places.append(f"{alias.target.rstrip('/')}/{below}" if below else alias.target)
+    return places
 
 
 def _clean(path: str) -> str:
@@ -253,6 +273,21 @@ class _Maker:
             (self.directory / "shallow").write_text("".join(f"{line}\n" for line in left))
         else:
             (self.directory / "shallow").unlink(missing_ok=True)
+
+    def bundles(self, host: str) -> list[str]:
+        """Bundles in the work tree that are no part of its history, as far as MAX_SEARCHED names go."""
+        top = os.open(host, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        found: list[str] = []
+        try:
+            for entry in Walk(top, WalkLimits(max_entries=MAX_SEARCHED), lambda e: e.name != b".git"):
+                if entry.name.endswith(b".bundle") and stat.S_ISREG(entry.stat.st_mode):
+                    with os.fdopen(open_regular(entry.parent_fd, entry.name), "rb") as file:
+                        if _BUNDLE.match(file.read(20)):
+                            found.append(os.fsdecode(entry.path))
+        finally:
+            os.close(top)
+        tracked = set(self._git("ls-files", "-z", borrow=False).split("\0")) if found else set()
+        return [name for name in found if name not in tracked]
 
     def _git(self, *words: str, text: str = "", borrow: bool = True, cwd: str = "") -> str:
         return self.git_bytes(*words, data=os.fsencode(text), borrow=borrow, cwd=cwd).decode("utf-8", "surrogateescape")

@@ -547,7 +547,8 @@ class Run:
             finally:
                 os.close(lower)
             self._inspected(found)
-            if found.events and box.seal.writable and self.request.keep is not KeepMode.DISCARD:
+            made = any(event.path.startswith(f"{box.seal.target}/objects/") for event in found.events)
+            if made and box.seal.writable and self.request.keep is not KeepMode.DISCARD:
                 self.warnings.append(f"{box.seal.target} was sealed for the run: commits made inside stay in the box, "
                                      "files in the work tree do not")
         for name, place in box.root.store_places.items():
