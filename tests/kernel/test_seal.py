@@ -69,7 +69,7 @@ def test_looking_at_what_came_later_shows_none_of_it_and_is_reported(workspace: 
 def test_no_path_leads_to_the_later_objects(workspace: Path) -> None:
     later = subprocess.run(["git", "-c", "safe.directory=*", "rev-parse", "later:a.py"], cwd=workspace / "upstream", check=True,
                            capture_output=True, text=True).stdout.strip()
-    outcome, said = run(workspace, f"git cat-file -p {later}; git bundle unbundle later.bundle; git fetch ../upstream later; "
+    outcome, said = run(workspace, f"git bundle unbundle later.bundle; git cat-file -p {later}; git fetch ../upstream later; "
                                    f"git -C ../upstream show {later}; cat ../upstream/.git/objects/{later[:2]}/{later[2:]}; "
                                    f"find / -name '{later[2:]}' 2>/dev/null; mv .git away; umount .git; ls -A .git/refs")
     assert LATER not in said

@@ -112,9 +112,11 @@ def note(repo: Path) -> None:
 def test_later_history_is_not_in_it(repo: Path, leave: Callable[[Path], None]) -> None:
     leave(repo)
     assert LATER in everything(repo / ".git")
-    found = everything(sealed(repo).directory)
+    directory = sealed(repo).directory
+    found = everything(directory)
     assert LATER not in found
     assert "two" in found
+    git(directory, "--git-dir=.", "fsck", "--strict")  # also of what the index names
 
 
 def test_the_history_of_the_base_is_whole(repo: Path) -> None:
