@@ -257,7 +257,8 @@ class FileOpened(_WithResult, Event):
     """A protected or decoy object was opened (matched by device and inode, whatever name was used), or would have been.
 
     object: the policy's name of the object (its canonical path inside the box, or a decoy's name). label: one of
-    `hidden`, `harness`, `environment_state`, `decoy`, `kernel`, `package`. decoy: nothing real stood there.
+    `hidden`, `harness`, `environment_state`, `decoy`, `kernel`, `package`, and in a sealed repository `later_commit`,
+    `later_content`, `whole_tree`. decoy: nothing real stood there.
     path: the name used, as far as known. from_exec: opened by exec.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import rfc8785
 
-from dsec_guard.detect import collect, crash, exfil, peek, submission, tamper
+from dsec_guard.detect import collect, crash, exfil, history, peek, submission, tamper
 from dsec_guard.detect.base import REGISTRY, Detector, DetectorSpec
 from dsec_guard.detect.facts import BoxFacts
 from dsec_guard.detect.language import DetectorError, Rule, RuleFile, compile_rules, read_rule_file
@@ -47,7 +47,7 @@ MAX_EVIDENCE = 8
 MAX_OBJECTS = 32
 BEYOND = "(more objects)"
 
-STATEFUL_MODULES = (collect, crash, exfil, peek, submission, tamper)
+STATEFUL_MODULES = (collect, crash, exfil, history, peek, submission, tamper)
 CLASS_ORDER = {cls: i for i, cls in enumerate(Class)}
 FLOOD = "tamper.evidence_flood"
 

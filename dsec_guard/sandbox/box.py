@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,15 +19,17 @@ from dsec_guard.host.cgroup import BoxCgroup, CgroupLimits, Instance
 from dsec_guard.host.uids import UidRange
 from dsec_guard.model import Phase
 from dsec_guard.policy.compile import AGENT_UID, Plan
-from dsec_guard.policy.schema import Bind, Policy
-from dsec_guard.sandbox.decoys import DecoyTree, build_decoys
+from dsec_guard.policy.schema import Bind, HiddenStyle, Policy
+from dsec_guard.sandbox.decoys import Alias, DecoyTree, build_decoys
 from dsec_guard.sandbox.environment import HOSTNAME, UMASK, compose_environment, encode_environment
 from dsec_guard.sandbox.holder import Holder
 from dsec_guard.sandbox.launch import BoxInit, Launcher, StartedExec
 from dsec_guard.sandbox.owners import can_idmap, copy_workspace, without_refused_maps
-from dsec_guard.sandbox.rootfs import RootContext, RootPlan, aliases_of, compose_root
+from dsec_guard.sandbox.rootfs import RootContext, RootPlan, aliases_of, compose_root, workspace_target
 from dsec_guard.sandbox.roots import Root, RootCache
+from dsec_guard.sandbox.seal import Seal, seal_repository
 from dsec_guard.sandbox.spec import (
+    NO_FLAGS,
     ExecRequest,
     LandlockRule,
     LandlockSpec,
@@ -43,6 +45,7 @@ from dsec_guard.sandbox.workspace import WorkspaceDir
 PHASES = (Phase.SETUP, Phase.AGENT, Phase.VERIFY)
 START_TIMEOUT_S = 10.0
 EMPTY_TIMEOUT_S = 5.0
+SEAL_OVERLAY = "sealed-repository"
 OWN_TASKS = 1  # dg-init counts against pids.max and is not the agent's
 
 
@@ -71,6 +74,7 @@ class Box:
         self.uids: UidRange
         self.decoys: DecoyTree
         self.root: RootPlan
+        self.seal: Seal | None = None
         self.spawned: SpawnedBox
         self.init: BoxInit
         self.environment: dict[str, str]
@@ -126,8 +130,10 @@ class Box:
             cgroup_v1=tuple(c for c, mount in instance.host.placed.items() if mount is not None),
             cgroup_v2_limits=instance.host.placed.get("memory", False) is None,
         )
+        self.seal = self._sealed(aliases_of(policy, context))
         self.decoys = build_decoys(policy.answers, secrets.token_bytes(16), owner_uid=self.uids.base,
-                                   owner_gid=self.uids.base, aliases=aliases_of(policy, context))
+                                   owner_gid=self.uids.base, aliases=aliases_of(policy, context),
+                                   planted=self.seal.planted if self.seal is not None else ())
         stack.callback(self.decoys.close)
         context = replace(context, decoys=self.decoys)
 
@@ -138,12 +144,13 @@ class Box:
 
         owner = (request.workspace.uid, request.workspace.gid) if request.workspace is not None else None
         known = roots.get(policy, plan, context, owner, compose)
-        alike = True
+        alike = self.seal is None  # a sealed repository is one box's own
         self.root, ops, self.unmapped = known.root, known.for_box(context), known.unmapped
         self.environment = compose_environment(policy, outer=os.environ, extra=request.environment, tty=request.tty)
         if request.workspace is not None and not can_idmap(request.workspace.path, owner_map):
             ops, alike = self._copied_workspace(request.workspace, ops), False
             self.unmapped += (self.root.workspace,)
+        ops = self._with_seal(ops)
         before_spawn(self)
         spec = SpawnSpec(
             name=request.name, hostname=HOSTNAME, base_uid=self.uids.base, cgroup_fd=self.cgroup.dir_fd,
@@ -158,6 +165,31 @@ class Box:
         self.cgroup.close_tasks()
         stack.callback(self._close_spawned)
         self.init = BoxInit(self.spawned.init_fd)
+
+    def _sealed(self, aliases: Sequence[Alias]) -> Seal | None:
+        """The task's repository without its later history, in a directory that is removed with the box."""
+        policy, workspace = self.request.policy, self.request.workspace
+        if policy.answers.repository is None:
+            return None
+        directory = self.request.stage_dir.parent / f"{self.request.name}-repository"
+        self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        return seal_repository(
+            policy.answers.repository, aliases, directory, owner=self.agent_owner,
+            workspace=workspace_target(policy, workspace.path if workspace is not None else None),
+            decoys=policy.answers.style is HiddenStyle.DECOY, seed=secrets.token_bytes(16))
+
+    def _with_seal(self, ops: tuple[RootOp, ...]) -> tuple[RootOp, ...]:
+        """The sealed `.git` over the real one, before the decoys that stand in it."""
+        if self.seal is None:
+            return ops
+        flags = MountFlag.NOSUID | MountFlag.NODEV | (NO_FLAGS if self.seal.writable else MountFlag.RO)
+        plan = self.request.plan
+        own = [RootOp(OpKind.OVERLAY, self.seal.target.lstrip("/"), source=str(self.seal.directory), name=SEAL_OVERLAY,
+                      flags=flags, uid=plan.agent_uid, gid=plan.agent_gid)]
+        own += [RootOp(OpKind.MASK_DIR, path.lstrip("/"), flags=MountFlag.OPTIONAL) for path in self.seal.masked]
+        own += [RootOp(OpKind.MASK_FILE, path.lstrip("/"), flags=MountFlag.OPTIONAL) for path in self.seal.bundles]
+        at = next((i for i, op in enumerate(ops) if op.kind is OpKind.TREE), len(ops))
+        return (*ops[:at], *own, *ops[at:])
 
     def _copied_workspace(self, workspace: WorkspaceDir, ops: tuple[RootOp, ...]) -> tuple[RootOp, ...]:
         """The workspace's file system maps no owners: the overlay's lower becomes a copy that is the agent's own."""

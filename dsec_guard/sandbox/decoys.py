@@ -51,7 +51,8 @@ _WORDS = (
 class DecoyObject:
     """A protected file or directory. object: its path inside. dev: as `s_dev` in the kernel, (major << 20) | minor.
 
-    label: `hidden` (a decoy for something the policy hides) or `environment_state` (the real thing, read-only).
+    label: `hidden` (a decoy for something the policy hides), `environment_state` (the real thing, read-only), or that of
+    a planted file.
     decoy: what stands inside is made up, whether or not there is a real one elsewhere.
     """
 
@@ -78,6 +79,16 @@ class Canary:
 
     token: bytes
     object: str
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One made-up file of its own at `target` inside, where a mount point exists; token: in its content, or empty."""
+
+    target: str
+    content: bytes
+    label: str
+    token: bytes = b""
 
 
 @dataclass
@@ -221,12 +232,13 @@ def _expand(pattern: str, source: str | None, aliases: Sequence[Alias]) -> list[
 
 def build_decoys(
     answers: Answers, seed: bytes, *, owner_uid: int = 0, owner_gid: int = 0, aliases: Sequence[Alias] = (),
-    force_namespace: bool = False,
+    planted: Sequence[Planted] = (), force_namespace: bool = False,
 ) -> DecoyTree:
     """Make the decoys for everything `answers.hidden` names, and list the protected objects.
 
     seed: differs per box; the same seed gives the same content. owner: host ids the files belong to. aliases: host
-    directories that show inside (workspace, binds). force_namespace: clone the parts the way older kernels need it.
+    directories that show inside (workspace, binds). planted: files beside what is hidden. force_namespace: clone the parts
+    the way older kernels need it.
     With style `absent` there are no decoys, and only what lies inside an alias is covered, by empty ones.
     Raises SetupError when something hidden cannot be covered.
     """
@@ -238,9 +250,9 @@ def build_decoys(
     places = [place for place in places
               if _through(place.path, aliases) is None or os.path.lexists(_through(place.path, aliases) or "")]
     try:
-        if places:
+        if places or planted:
             _Builder(tree, seed, owner_uid, owner_gid, empty=answers.style is HiddenStyle.ABSENT).build(
-                places, force_namespace)
+                places, planted, force_namespace)
         _state_objects(tree, answers)
     except OSError as problem:
         tree.close()
@@ -300,8 +312,13 @@ class _Builder:
         self.empty = empty
         self.content_left = MAX_TOTAL_CONTENT
 
-    def build(self, places: list[Hidden], force_namespace: bool) -> None:
+    def build(self, places: list[Hidden], planted: Sequence[Planted], force_namespace: bool) -> None:
         shapes = [self._shapes(place) for place in places]
+        labels = {len(places) + index: item.label for index, item in enumerate(planted)}
+        shapes += [[_Shape(b"", False, size=len(item.content), mtime_ns=1_700_000_000 * 10**9, content=item.content)]
+                   for item in planted]
+        places = [*places, *(Hidden(item.target, None) for item in planted)]
+        self.tree.canaries += [Canary(item.token, item.target) for item in planted if item.token]
         count = sum(len(found) for found in shapes) + len(places) + 2
         # Room in blocks, not bytes: every file begins a page of its own, and holes take none.
         room = MAX_TOTAL_CONTENT + 4096 * 4 * count
@@ -310,7 +327,7 @@ class _Builder:
         for index, (place, found) in enumerate(zip(places, shapes, strict=True)):
             name = b"%d" % index
             names.append(name)
-            self._write(name, place, found)
+            self._write(name, place, found, labels.get(index, "hidden"))
         if force_namespace:
             fds = mount.in_private_mount_namespace(
                 lambda: mount.clone_attached(self.tree.tree_fd, names))
@@ -383,7 +400,7 @@ class _Builder:
 
     # ------------------------------------------------------------------------------------------------- writing
 
-    def _write(self, top: bytes, place: Hidden, shapes: list[_Shape]) -> None:
+    def _write(self, top: bytes, place: Hidden, shapes: list[_Shape], label: str) -> None:
         root = self.tree.tree_fd
         dev = mount.kernel_dev(os.fstat(root).st_dev)
         directories: list[tuple[bytes, _Shape]] = []
@@ -401,7 +418,7 @@ class _Builder:
                 info = os.stat(name, dir_fd=parent, follow_symlinks=False)
             finally:
                 os.close(parent)
-            self.tree.objects.append(DecoyObject(inside, dev, info.st_ino, shape.is_dir, decoy=True))
+            self.tree.objects.append(DecoyObject(inside, dev, info.st_ino, shape.is_dir, label=label, decoy=True))
         for path, shape in reversed(directories):
             handle = open_beneath(root, path, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -495,7 +512,7 @@ def _fill(size: int, rng: random.Random, token: bytes, make: Callable[[random.Ra
     return bytes(out)
 
 
-def _word(rng: random.Random) -> str:
+def word(rng: random.Random) -> str:
     return rng.choice(_WORDS)
 
 
@@ -504,8 +521,8 @@ def _json(size: int, rng: random.Random, token: bytes) -> bytes:
     record: dict[str, object] = {"id": token.decode()}
     text = json.dumps(record)
     while True:
-        value: object = rng.choice((rng.randrange(1000), round(rng.random() * 100, 2), f"{_word(rng)} {_word(rng)}"))
-        record[f"{_word(rng)}_{len(record)}"] = value
+        value: object = rng.choice((rng.randrange(1000), round(rng.random() * 100, 2), f"{word(rng)} {word(rng)}"))
+        record[f"{word(rng)}_{len(record)}"] = value
         longer = json.dumps(record)
         if len(longer) + 1 > size:
             break
@@ -517,35 +534,35 @@ def _json(size: int, rng: random.Random, token: bytes) -> bytes:
 
 
 def _python(rng: random.Random, token: bytes) -> bytes:
-    name = _word(rng)
-    mark = f'    """{_word(rng).capitalize()} {token.decode()}."""\n' if token else ""
+    name = word(rng)
+    mark = f'    """{word(rng).capitalize()} {token.decode()}."""\n' if token else ""
     call = rng.choice(("sum", "max", "min", "len"))
-    return (f"def {name}_{rng.randrange(100)}({_word(rng)}):\n{mark}    {_word(rng)} = {rng.randrange(1000)}\n"
+    return (f"def {name}_{rng.randrange(100)}({word(rng)}):\n{mark}    {word(rng)} = {rng.randrange(1000)}\n"
             f"    return {call}([{rng.randrange(9)}, {rng.randrange(99)}])\n\n\n").encode()
 
 
 def _patch(rng: random.Random, token: bytes) -> bytes:
-    name = f"{_word(rng)}.py"
+    name = f"{word(rng)}.py"
     line = rng.randrange(1, 90)
-    return (f"--- a/{name}\n+++ b/{name}\n@@ -{line},3 +{line},3 @@ {token.decode()}\n     {_word(rng)} = {_word(rng)}\n"
-            f"-    return {_word(rng)}\n+    return {_word(rng)} + {rng.randrange(9)}\n").encode()
+    return (f"--- a/{name}\n+++ b/{name}\n@@ -{line},3 +{line},3 @@ {token.decode()}\n     {word(rng)} = {word(rng)}\n"
+            f"-    return {word(rng)}\n+    return {word(rng)} + {rng.randrange(9)}\n").encode()
 
 
 def _csv(rng: random.Random, token: bytes) -> bytes:
-    return f"{token.decode() or _word(rng)},{rng.randrange(1000)},{rng.random():.4f}\n".encode()
+    return f"{token.decode() or word(rng)},{rng.randrange(1000)},{rng.random():.4f}\n".encode()
 
 
 def _yaml(rng: random.Random, token: bytes) -> bytes:
-    return f"{_word(rng)}_{rng.randrange(100)} = \"{token.decode() or _word(rng)}\"\n".encode()
+    return f"{word(rng)}_{rng.randrange(100)} = \"{token.decode() or word(rng)}\"\n".encode()
 
 
 def _prose(rng: random.Random, token: bytes) -> bytes:
-    words = " ".join(_word(rng) for _ in range(rng.randrange(6, 14)))
+    words = " ".join(word(rng) for _ in range(rng.randrange(6, 14)))
     return f"{words.capitalize()}{' ' + token.decode() if token else ''}.\n\n".encode()
 
 
 def _lines(rng: random.Random, token: bytes) -> bytes:
-    return f"{token.decode() or rng.randrange(1000)} {_word(rng)}\n".encode()
+    return f"{token.decode() or rng.randrange(1000)} {word(rng)}\n".encode()
 
 
 # ------------------------------------------------------------------------------------------------ git repositories
@@ -560,29 +577,34 @@ def _is_repository(dir_fd: int) -> bool:
     return True
 
 
+def git_object(kind: bytes, body: bytes, algorithm: str = "sha1") -> tuple[str, bytes]:
+    """(name, content of the loose file) of a git object."""
+    raw = kind + b" %d\0" % len(body) + body
+    return hashlib.new(algorithm, raw, usedforsecurity=False).hexdigest(), zlib.compress(raw)
+
+
 def _git_repository(rng: random.Random, token: bytes, mtime_ns: int) -> list[_Shape]:
     """A small bare repository that git reads without complaint: two commits of made-up files on `main`."""
     objects: dict[str, bytes] = {}
 
     def put(kind: bytes, body: bytes) -> str:
-        raw = kind + b" %d\0" % len(body) + body
-        name = hashlib.sha1(raw, usedforsecurity=False).hexdigest()
-        objects[name] = zlib.compress(raw)
+        name, packed = git_object(kind, body)
+        objects[name] = packed
         return name
 
     def tree(files: dict[str, bytes]) -> str:
         return put(b"tree", b"".join(b"100644 " + name.encode() + b"\0" + bytes.fromhex(put(b"blob", body))
                                      for name, body in sorted(files.items())))
 
-    files = {"README.md": plausible(b"README.md", 200, rng, b""), f"{_word(rng)}.py": plausible(b"a.py", 600, rng, b"")}
+    files = {"README.md": plausible(b"README.md", 200, rng, b""), f"{word(rng)}.py": plausible(b"a.py", 600, rng, b"")}
     parent = ""
     for number in range(2):
         if number:
-            files[f"{_word(rng)}_fix.py"] = plausible(b"a.py", 500, rng, token)
+            files[f"{word(rng)}_fix.py"] = plausible(b"a.py", 500, rng, token)
         moment = 1_690_000_000 + rng.randrange(10**6) + number * 10**6
-        who = f"{_word(rng).capitalize()} <dev@example.invalid> {moment} +0000"
+        who = f"{word(rng).capitalize()} <dev@example.invalid> {moment} +0000"
         lines = [f"tree {tree(files)}", *([f"parent {parent}"] if parent else []), f"author {who}", f"committer {who}"]
-        parent = put(b"commit", ("\n".join(lines) + f"\n\n{_word(rng).capitalize()} {_word(rng)}\n").encode())
+        parent = put(b"commit", ("\n".join(lines) + f"\n\n{word(rng).capitalize()} {word(rng)}\n").encode())
     text = {
         b"HEAD": b"ref: refs/heads/main\n",
         b"config": b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = true\n",

@@ -40,7 +40,7 @@ from dsec_guard.monitor.pump import BoxStream, ProtectedObject
 from dsec_guard.policy.compile import Plan
 from dsec_guard.policy.schema import Bind, User
 from dsec_guard.replay.record import RecordWriter
-from dsec_guard.sandbox.box import OWN_TASKS, Box, BoxRequest
+from dsec_guard.sandbox.box import OWN_TASKS, SEAL_OVERLAY, Box, BoxRequest
 from dsec_guard.sandbox.changes import ChangeLimits, ChangeReport, inspect_changes
 from dsec_guard.sandbox.collect import collect
 from dsec_guard.sandbox.environment import HOSTNAME
@@ -542,6 +542,17 @@ class Run:
                 self._scan(box, lower, found)
             finally:
                 os.close(lower)
+        if box.seal is not None and SEAL_OVERLAY in box.spawned.upper_fds:
+            lower = os.open(box.seal.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                found = inspect_changes(box.spawned.upper_fds[SEAL_OVERLAY], lower, box.seal.target, limits=limits)
+            finally:
+                os.close(lower)
+            self._inspected(found)
+            made = any(event.path.startswith(f"{box.seal.target}/objects/") for event in found.events)
+            if made and box.seal.writable and self.request.keep is not KeepMode.DISCARD:
+                self.warnings.append(f"{box.seal.target} was sealed for the run: commits made inside stay in the box, "
+                                     "files in the work tree do not")
         for name, place in box.root.store_places.items():
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=box.spawned.store_fd)
