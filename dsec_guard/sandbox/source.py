@@ -585,6 +585,16 @@ class _Scan:
             for keyword in node.keywords:
                 if keyword.arg:
                     self._builtin(node, keyword.arg, keyword.value)
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "update" and not args:
+            base = self.name(node.func.value)
+            for keyword in node.keywords:
+                if base.endswith(".__dict__") and keyword.arg:
+                    self._replaced(node, self._member(base.removesuffix(".__dict__"), keyword.arg), keyword.value)
+        for index, arg in enumerate(args[:16]):
+            # Handed to whoever calls it later: atexit, a timer, partial, map.
+            if isinstance(arg, ast.Name | ast.Attribute) and self.name(arg) == "os._exit" and any(
+                    self.fold(later) in (0, [0]) for later in args[index + 1:index + 4]):
+                self.add(node, "exit", f"os._exit with success is handed on {_where(at)}")
         self._opens(node, func)
 
     def _setattr(self, node: ast.Call, args: Sequence[ast.expr], at: _At) -> None:
@@ -668,6 +678,8 @@ class _Scan:
         keyed: set[str] = set()
         found: list[tuple[ast.AST, bool]] = []
         looks: list[ast.AST] = []
+        held = {target.id for node in _own_nodes(function) if isinstance(node, ast.Assign) and self._is_locals(node.value)
+                for target in node.targets if isinstance(target, ast.Name)}
         for node in _own_nodes(function):
             if isinstance(node, ast.Attribute):
                 climbs |= node.attr == "f_back"
@@ -692,8 +704,9 @@ class _Scan:
             if isinstance(word, str):
                 words.add(word)
             names = {n.attr for n in _bounded(holder) if isinstance(n, ast.Attribute)}
-            if "f_locals" in names or "f_globals" in names:
-                found.append((node, "f_locals" in names))
+            local = "f_locals" in names or self._is_locals(holder) or (isinstance(holder, ast.Name) and holder.id in held)
+            if local or "f_globals" in names:
+                found.append((node, local))
         for node, local in found:
             self.add(node, "frames", "a variable of a calling function is looked up by name" if local else
                      "a global of a calling module is looked up by name", sure=local)
@@ -701,6 +714,11 @@ class _Scan:
             self.add(variables[0], "frames", "variables of calling functions are read on the way up the stack", sure=False)
         if heap and words:
             self.add(looks[0], "heap", "all objects of the process are searched by name")
+
+    def _is_locals(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and len(node.args) >= 2 and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            return self.fold(node.args[1]) == "f_locals"
+        return isinstance(node, ast.Attribute) and node.attr == "f_locals"
 
 
 def _look_up(node: ast.AST) -> tuple[ast.AST | None, ast.AST | None]:
@@ -755,6 +773,8 @@ def _truth(node: ast.AST) -> bool | None:
             negated, node = not negated, node.operand
             continue
         break
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        return not negated if any(isinstance(v, ast.Constant) and v.value is True for v in node.values) else None
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
         return bool(node.value) is not negated
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq | ast.Is):
