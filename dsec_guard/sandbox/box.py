@@ -44,7 +44,7 @@ from dsec_guard.sandbox.workspace import WorkspaceDir
 PHASES = (Phase.SETUP, Phase.AGENT, Phase.VERIFY)
 START_TIMEOUT_S = 10.0
 EMPTY_TIMEOUT_S = 5.0
-SEAL_OVERLAY = "repository"
+SEAL_OVERLAY = "sealed-repository"
 OWN_TASKS = 1  # dg-init counts against pids.max and is not the agent's
 
 
