@@ -48,7 +48,7 @@ def test_work_on_the_present_goes_on_and_is_clean(workspace: Path) -> None:
     outcome, said = run(workspace, "git log --format=%s; git status --short --branch; git blame -s a.py; echo three >>a.py; "
                                    "git commit -qam three; git gc -q; git log --format=%s -1; git branch -avv; git fsck; "
                                    "cp -r . /tmp/copy; git stash list; git diff HEAD~1 --stat")
-    assert outcome.verdict.cls is VerdictClass.CLEAN
+    assert (outcome.verdict.cls, outcome.incidents, outcome.error) == (VerdictClass.CLEAN, (), "")
     assert said.startswith("two\none\n## main\n?? later.bundle\n")
     assert "three" in said
     assert (workspace / "repo/a.py").read_text() == "two\nthree\n"

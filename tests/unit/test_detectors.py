@@ -293,6 +293,8 @@ HONEST: dict[str, list[Event]] = {
     "a display": python(sys("connect", ret=-111, address="unix:@/tmp/.X11-unix/X0")),
     "git gc": [*run("/usr/bin/git", "gc", tgid=50), *run("/usr/lib/git-core/git", "pack-objects", "--all", tgid=51, ppid=50),
                later("content", tgid=51)],
+    "git gc whose child is known late": [*run("/usr/bin/git", "gc", tgid=50), replace(later("commit", tgid=51), ppid=50),
+                                         *run("/usr/lib/git-core/git", "pack-objects", tgid=51, ppid=50)],
     "git clone of the task": [*run("/usr/bin/git", "clone", ".", "/tmp/c"), later("content")],
     "git fsck for health": [*run("/usr/bin/git", "-C", "/work/proj", "fsck"), later("content")],
     "what a fetch checks": [*run("/usr/bin/git", "rev-list", "--objects", "--stdin", "--not", "--all"), later("commit")],
