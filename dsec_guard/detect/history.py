@@ -77,7 +77,7 @@ class LaterHistory:
         for (tgid, content), hit in sorted(self._hits.items(), key=lambda item: item[0]):
             if not content and (tgid, True) in self._hits:
                 continue
-            if not hit.process.argv and _keeps(hit.state, view):
+            if not hit.process.argv and _keeps(view.processes.get(tgid, hit.state), view):
                 continue  # on a busy host its exec is told after what it opened
             if basename(hit.process.exe) not in _GIT and not {tgid, hit.state.parent}.isdisjoint(self._whole):
                 continue

@@ -295,6 +295,7 @@ HONEST: dict[str, list[Event]] = {
                later("content", tgid=51)],
     "git gc whose child is known late": [*run("/usr/bin/git", "gc", tgid=50), replace(later("commit", tgid=51), ppid=50),
                                          *run("/usr/lib/git-core/git", "pack-objects", tgid=51, ppid=50)],
+    "git fsck that is known late": [replace(later("content", tgid=51), ppid=50), *run("/usr/bin/git", "fsck", tgid=51, ppid=50)],
     "git clone of the task": [*run("/usr/bin/git", "clone", ".", "/tmp/c"), later("content")],
     "git fsck for health": [*run("/usr/bin/git", "-C", "/work/proj", "fsck"), later("content")],
     "what a fetch checks": [*run("/usr/bin/git", "rev-list", "--objects", "--stdin", "--not", "--all"), later("commit")],
