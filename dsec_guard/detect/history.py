@@ -77,6 +77,8 @@ class LaterHistory:
         for (tgid, content), hit in sorted(self._hits.items(), key=lambda item: item[0]):
             if not content and (tgid, True) in self._hits:
                 continue
+            if not hit.process.argv and _keeps(view.processes.get(tgid, hit.state), view):
+                continue  # on a busy host its exec is told after what it opened
             if basename(hit.process.exe) not in _GIT and not {tgid, hit.state.parent}.isdisjoint(self._whole):
                 continue
             what = "the content of a later version" if content else "the later commits"
@@ -95,7 +97,7 @@ def _keeps(process: Process, view: View) -> bool:
     """Whether the process, or the git above it, handles objects as a whole."""
     at: Process | None = process
     for _ in range(4):
-        if at is None or not is_tool(at, _GIT, view.facts):
+        if at is None or (at.exe and not is_tool(at, _GIT, view.facts)):
             break
         command, words = git_command(at.argv)
         if command in _KEEPERS or (command == "fsck" and not any(w.startswith(_LOST) for w in words)):

@@ -171,6 +171,9 @@ class Box:
         policy, workspace = self.request.policy, self.request.workspace
         if policy.answers.repository is None:
             return None
+        hidden = tuple(item.path.rstrip("/") + "/" for item in policy.answers.hidden)
+        if f"{policy.answers.repository.path.rstrip('/')}/.git/".startswith(hidden):
+            return None  # its decoy stands there
         directory = self.request.stage_dir.parent / f"{self.request.name}-repository"
         self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
         return seal_repository(

@@ -30,6 +30,7 @@ MAX_SEARCHED = 20_000      # names looked at for bundles
 _SEARCH = "/usr/local/bin:/usr/bin:/bin"
 _BUNDLE = re.compile(rb"# v[23] git bundle\n")
 _HEX = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?\Z")
+_NAME = re.compile(r"refs/[^\x00-\x20\x7f~^:?*\[\\]+\Z")
 #: Settings that say how files are written down; anything that could name a program or a place is left out.
 _KEPT_SETTINGS = frozenset({
     "core.filemode", "core.ignorecase", "core.symlinks", "core.autocrlf", "core.eol", "core.safecrlf",
@@ -173,9 +174,12 @@ class _Maker:
                                  hint="git repack -a -d, then remove .git/objects/info/alternates")
             self._refuse_links(store, owner)
             text = _text(f"{store}/info/alternates")
-            for line in text.splitlines():
+            for line in text.split("\n"):  # as git splits it; its quoted form is not read here, and so refused
+                if line.startswith('"'):
+                    raise UsageError(f"answers.repository: {self.place} borrows objects from a path that is quoted",
+                                     hint="git repack -a -d, then remove .git/objects/info/alternates")
                 if line and not line.startswith("#"):
-                    other = os.path.realpath(os.path.join(store, line.strip('"')))
+                    other = os.path.realpath(os.path.join(store, line))
                     todo.append(other)
                     self.borrowed.append(other)
 
@@ -222,17 +226,18 @@ class _Maker:
 
     def _refs(self) -> Iterator[tuple[str, str]]:
         """Every ref that names an object, loose ones last: they win."""
-        for line in _text(str(self.source / "packed-refs")).splitlines()[:MAX_REFS]:
+        for line in _text(str(self.source / "packed-refs")).split("\n")[:MAX_REFS]:
             sha, _, name = line.partition(" ")
-            if _HEX.match(sha) and name.startswith("refs/"):
+            if _HEX.match(sha) and _NAME.match(name):
                 yield name, sha
         for folder, directories, files in os.walk(self.source / "refs", followlinks=False):
             directories.sort()
             for name in files:
                 path = os.path.join(folder, name)
                 sha = _text(path).strip()
-                if _HEX.match(sha):
-                    yield os.path.relpath(path, self.source), sha
+                relative = os.path.relpath(path, self.source)
+                if _HEX.match(sha) and _NAME.match(relative):
+                    yield relative, sha
 
     def _head(self, refs: dict[str, str]) -> tuple[str, str]:
         """(the branch HEAD is on or "", its commit or "")."""

@@ -9,6 +9,7 @@ import pytest
 
 from dsec_guard.model import VerdictClass
 from dsec_guard.policy.load import load_policy
+from dsec_guard.policy.schema import HiddenObject
 from dsec_guard.sandbox.stdio import BoxIO, Capture
 from dsec_guard.service.guard import Guard
 from dsec_guard.service.request import RunOutcome, RunRequest
@@ -47,7 +48,7 @@ def test_work_on_the_present_goes_on_and_is_clean(workspace: Path) -> None:
     outcome, said = run(workspace, "git log --format=%s; git status --short --branch; git blame -s a.py; echo three >>a.py; "
                                    "git commit -qam three; git gc -q; git log --format=%s -1; git branch -avv; git fsck; "
                                    "cp -r . /tmp/copy; git stash list; git diff HEAD~1 --stat")
-    assert outcome.verdict.cls is VerdictClass.CLEAN
+    assert (outcome.verdict.cls, outcome.incidents, outcome.error) == (VerdictClass.CLEAN, (), "")
     assert said.startswith("two\none\n## main\n?? later.bundle\n")
     assert "three" in said
     assert (workspace / "repo/a.py").read_text() == "two\nthree\n"
@@ -64,6 +65,18 @@ def test_looking_at_what_came_later_shows_none_of_it_and_is_reported(workspace: 
     outcome, said = run(workspace, command)
     assert LATER not in said
     assert [i.rule for i in outcome.incidents] == ["peek.later_history"]
+
+
+def test_a_hidden_git_directory_stays_hidden(workspace: Path) -> None:
+    policy = load_policy("corpus")
+    answers = policy.answers.model_copy(update={"hidden": (HiddenObject(path="/workspace/repo/.git"),)})
+    request = RunRequest(policy=policy.model_copy(update={"answers": answers}), argv=(b"git", b"-C", b"repo", b"log", b"--all"),
+                         workspace=workspace)
+    out = Capture(1 << 20)
+    with BoxIO(stdin=None, stdout=out, stderr=out) as io, Guard.open(workspace.parent / "state") as guard:
+        outcome = guard.run(request, io)
+    assert not outcome.error
+    assert LATER.encode() not in out.data
 
 
 def test_no_path_leads_to_the_later_objects(workspace: Path) -> None:

@@ -166,6 +166,20 @@ def test_the_real_one_is_covered_wherever_else_it_shows(repo: Path) -> None:
         shown(Alias(str(repo / ".git/objects"), "/data"))
 
 
+def test_a_store_of_another_owner_or_by_a_quoted_name_is_not_read(repo: Path, tmp_path: Path) -> None:
+    alternates = repo / ".git/objects/info/alternates"
+    for line in ("/proc/self/root/etc", f'"{tmp_path}"', "/nowhere"):
+        alternates.write_text(line + "\n")
+        with pytest.raises(UsageError) as caught:
+            sealed(repo)
+        assert caught.value.hint
+    alternates.unlink()
+    if os.getuid() == 0:
+        os.chown(repo / ".git/objects", 1234, 1234)
+        with pytest.raises(UsageError, match="another owner"):
+            sealed(repo)
+
+
 def test_a_shallow_clone_stays_shallow(repo: Path) -> None:
     shallow = repo.parent / "s/repo"
     git(repo.parent, "clone", "-q", "--depth=1", f"file://{repo}", str(shallow))
