@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dsec_guard.detect.base import detector
 from dsec_guard.detect.language import shown
-from dsec_guard.detect.paths import basename, below_any, glob_any, has_controls, normalise, top
+from dsec_guard.detect.paths import basename, below, below_any, glob_any, has_controls, normalise, top
 from dsec_guard.detect.programs import (
     PROCESS_TOOLS,
     SEARCHERS,
@@ -123,7 +123,7 @@ class HiddenRead:
         return seen
 
     def _keep(self, path: str, event: Event, outcome: Outcome, view: View) -> None:
-        if glob_any(view.facts.allowed_reads, path):
+        if _allowed(path, view):
             return
         seen = self._seen(event, view)
         if not seen.hits:
@@ -158,17 +158,29 @@ def _hidden_finding(path: str, event: Event, outcome: Outcome, process: ProcessI
     )
 
 
+#: So many paths as arguments are a list that a search made: of a search tool it is one for sure.
+MANY, MANY_FROM_SEARCH = 30, 6
+
+
+def _allowed(path: str, view: View) -> bool:
+    """Whether the policy allows the read: what it hides by a narrower name stays hidden in what it allows at large."""
+    pattern = glob_any(view.facts.allowed_reads, path)
+    hidden = below_any(path, view.facts.hidden)
+    return bool(pattern) and (not hidden or below(pattern, hidden))
+
+
 def _sweeps(seen: _Seen, view: View) -> bool:
     """Whether the process ran over hidden paths on a wider search, as far as the kernel's facts tell."""
     process = seen.process
     state = Process(process.pid, seen.state.parent, process.exe, process.argv, seen.state.memfd)
-    named, wide = _names_hidden(process.argv, view)
     searches = is_tool(state, SEARCHERS, view.facts)
     parent = parent_of(state, view)
-    under_search = searches and parent is not None and is_tool(parent, SEARCHERS, view.facts)
+    of_search = parent is not None and is_tool(parent, SEARCHERS, view.facts)
+    named, wide = _names_hidden(process.argv, view, MANY_FROM_SEARCH if of_search else MANY)
+    under_search = searches and of_search
     # `find / -exec grep ...` names each file in turn; what was searched is the parent's business.
     if under_search and parent is not None and any(normalise(w) == "/" for w in parent.argv[1:] if w.startswith("/")):
-        return True
+        return not _names_hidden(parent.argv, view)[0]
     if named:
         return False
     if searches:
@@ -180,11 +192,11 @@ def _sweeps(seen: _Seen, view: View) -> bool:
     return seen.walk.wide
 
 
-def _names_hidden(argv: tuple[str, ...], view: View) -> tuple[bool, bool]:
-    """(the arguments name a hidden path or a directory that holds only such, they name many places)."""
+def _names_hidden(argv: tuple[str, ...], view: View, many: int = MANY) -> tuple[bool, bool]:
+    """(the arguments name a hidden path or a directory that holds only such, they name `many` paths all over the tree)."""
     facts = view.facts
     absolute = [normalise(w) for w in argv[1:] if w.startswith("/")]
-    wide = len(absolute) >= 6 and len({top(p) for p in absolute}) >= 3
+    wide = len(absolute) >= many and len({top(p) for p in absolute}) >= 3
     if wide:
         return False, True
     for word in words(argv):

@@ -155,7 +155,8 @@ def is_git_control(layers: Layers | None, root_fd: int, path: bytes) -> bool:
     """Whether `path` is, or lies in, what git runs programs from: hooks and configuration, of any repository.
 
     Also a `.git` file (it points git to a directory elsewhere), worktree configuration, nested repositories and
-    directories that git takes for a bare repository. Letter case is ignored, as some file systems do.
+    directories that git takes for a bare repository, or would after one more file; and the list of commands of a rebase in
+    progress. Letter case is ignored, as some file systems do.
     """
     parts = path.split(b"/")
     inside_git = False
@@ -166,15 +167,18 @@ def is_git_control(layers: Layers | None, root_fd: int, path: bytes) -> bool:
                 word == b"attributes" and i and parts[i - 1].lower() == b"info"):
             if inside_git:
                 return True
-            base = b"/".join(parts[:i])
-            if word in (b"hooks", b"config", b"config.worktree") and _looks_bare(layers, root_fd, base):
+            if word != b"attributes" and _looks_bare(layers, root_fd, b"/".join(parts[:i])):
                 return True
+        if inside_git and word in (b"rebase-merge", b"rebase-apply", b"sequencer"):
+            return True
     return False
 
 
 def _looks_bare(layers: Layers | None, root_fd: int, directory: bytes) -> bool:
+    """Two of the three places that git asks for: the third may come later, or lie where `commondir` says."""
     base = directory + b"/" if directory else b""
-    return all(_present(layers, root_fd, base + name) for name in (b"HEAD", b"objects", b"refs"))
+    found = sum(_present(layers, root_fd, base + name) for name in (b"HEAD", b"objects", b"refs", b"commondir"))
+    return found >= 2
 
 
 def _present(layers: Layers | None, root_fd: int, path: bytes) -> bool:

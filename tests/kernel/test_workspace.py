@@ -133,17 +133,28 @@ def test_git_hooks_and_configuration_never_come_back(tmp_path):
         put(top / "evil/config", "[core]\n")
         put(top / "evil/hooks/post-checkout", "#!/bin/sh\n", 0o755)
         put(top / "app/config", "no git at all")
+        put(top / "app/hooks/use.ts", "no git at all")
+        # A repository in two places, and one that a later run would complete.
+        put(top / "x/HEAD", "ref: refs/heads/main\n")
+        put(top / "x/commondir", "../y\n")
+        for half in ("y", "z"):
+            (top / half / "objects").mkdir(parents=True)
+            (top / half / "refs").mkdir()
+            put(top / half / "config", "[core]\n\tpager = ./x\n")
+            put(top / half / "hooks/reference-transaction", "#!/bin/sh\n", 0o755)
+        put(top / ".git/rebase-merge/git-rebase-todo", "exec ./x\n")
         put(top / "N/.GIT/config", "case")
         shutil.rmtree(top / "old")
 
     report, top = apply(tmp_path, fill, run(act))
     assert refused(report) == dict.fromkeys(
         (".git/config", ".git/hooks", ".git/modules/sub/config", "sub/.git", "evil/config", "evil/hooks", "N/.GIT/config",
-         "old"), "git_config")
+         "x/commondir", "y/config", "y/hooks", "z/config", "z/hooks", ".git/rebase-merge", "old"), "git_config")
     assert (top / ".git/config").read_text() == "[core]\n"
     assert not (top / ".git/hooks").exists()
     assert (top / ".git/objects/ab/cdef").read_text() == "blob"
     assert (top / "app/config").exists()
+    assert (top / "app/hooks/use.ts").exists()
 
 
 @pytest.mark.parametrize("what", ["edited", "removed", "appeared", "inside_removed", "became_link"])
