@@ -139,7 +139,9 @@ SHADOWED = frozenset({
     "subprocess", "importlib", "inspect", "traceback", "runpy", "pkgutil", "codecs", "encodings", "warnings", "builtins",
     "contextlib", "functools", "collections", "typing", "pathlib", "tempfile", "shutil", "threading", "linecache", "ast",
     "tokenize", "difflib", "pprint", "logging", "argparse", "glob", "fnmatch", "posixpath", "genericpath", "stat",
-    "numpy", "pandas", "torch", "jest", "mocha",
+    "dataclasses", "shlex", "packaging", "enum", "types", "operator", "weakref", "locale", "sysconfig", "zipfile", "bisect",
+    "struct", "configparser", "exceptiongroup", "pygments", "tomllib", "tomli", "faulthandler", "copyreg", "reprlib",
+    "keyword", "dis", "opcode", "selectors", "signal", "textwrap", "numpy", "pandas", "torch", "jest", "mocha",
 })
 
 

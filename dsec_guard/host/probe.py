@@ -98,13 +98,21 @@ class _Missing(Exception):
     """The feature is not there; the text says how that showed."""
 
 
+def _current_directory() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")
+
+
 def probe(names: Collection[str] | None = None, *, workspace: Path | None = None) -> HostFeatures:
     """Try every feature, or those in `names` with what they depend on.
 
-    workspace: where id-mapped mounts are tried, since that depends on the file system (default: the current directory).
+    workspace: where id-mapped mounts are tried, since that depends on the file system (default: the current directory,
+    or `/` when that has been removed).
     Takes some tens of milliseconds and leaves nothing behind.
     """
-    place = workspace if workspace is not None else Path.cwd()
+    place = workspace if workspace is not None else _current_directory()
     pretended = {n.strip() for n in os.environ.get(PRETEND_VARIABLE, "").split(",") if n.strip()}
     wanted = set(PROBES if names is None else names)
     for one in reversed(list(PROBES.values())):

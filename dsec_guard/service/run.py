@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,7 @@ class Run:
         request = self.request
         if request.workspace is not None:
             self.workspace = check_workspace(request.workspace, named=request.workspace_named)
+            self._keep_apart(self.workspace.path)
         error: DsecGuardError | None = None
         # From here to the written result a signal is noted, never fatal.
         with self._signals_noted(), ExitStack() as stack:
@@ -143,6 +145,14 @@ class Run:
             except (DsecGuardError, OSError) as problem:
                 error = _as_guard_error(problem)
             return self._conclude(box, error)
+
+    def _keep_apart(self, workspace: Path) -> None:
+        """What verdicts are made from must not be in the command's hands."""
+        for name, own in (("state directory", self.guard.state.path), ("run directory", self.guard.run_dir)):
+            real = own.resolve()
+            if workspace == real or real in workspace.parents or workspace in real.parents:
+                raise UsageError(f"the workspace {str(workspace)!r} and dsec-guard's {name} {str(real)!r} lie in each other",
+                                 hint="use another directory as workspace, or set DSEC_GUARD_STATE to a place outside it")
 
     def _build(self, stack: ExitStack) -> Box:
         guard, policy = self.guard, self.policy

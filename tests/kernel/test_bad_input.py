@@ -302,3 +302,18 @@ def test_degrade_runs_without_landlock_and_says_so(run: Wrapper) -> None:
     states = {layer["name"]: layer["state"] for layer in json.loads(report.read_text())["layers"]}
     assert states["landlock"] == "missing"
     assert states["seccomp"] == "enforced"
+
+
+@pytest.mark.parametrize("place", ["state", "state/runs", "run", "."])
+def test_what_verdicts_are_made_from_is_no_workspace(run: Wrapper, place: str) -> None:
+    """The command could change the log of its own incidents, or of others'."""
+    (run.state / "runs").mkdir(exist_ok=True)
+    refused(run("--workspace", str(run.top / place), "--", "true"), "lie in each other")
+    assert not (run.state / "incidents.jsonl").exists()
+
+
+def test_a_current_directory_that_was_removed(run: Wrapper) -> None:
+    gone = run.top / "gone"
+    gone.mkdir()
+    done = run("--workspace", str(run.work), "--", "true", cwd=gone, preexec_fn=gone.rmdir)
+    assert (done.returncode, "internal error" in done.stderr) == (0, False), done.stderr
