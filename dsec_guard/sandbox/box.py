@@ -51,8 +51,9 @@ OWN_TASKS = 1  # dg-init counts against pids.max and is not the agent's
 
 @dataclass(frozen=True, kw_only=True)
 class BoxRequest:
-    """What a box is made for. binds: beside the policy's, read-only. tty: its command gets a terminal. stage_dir: an
-    existing directory that the launcher mounts over in the box's own mount namespace."""
+    """What a box is made for. binds: beside the policy's, read-only. tty: its command gets a terminal. covered: host
+    directories that show empty and read-only where the workspace contains them. stage_dir: an existing directory that the
+    launcher mounts over in the box's own mount namespace."""
 
     name: str
     policy: Policy
@@ -61,6 +62,7 @@ class BoxRequest:
     binds: tuple[Bind, ...] = ()
     tty: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    covered: tuple[Path, ...] = ()
     stage_dir: Path = Path("/run/dsec-guard/stage")
 
 
@@ -150,7 +152,7 @@ class Box:
         if request.workspace is not None and not can_idmap(request.workspace.path, owner_map):
             ops, alike = self._copied_workspace(request.workspace, ops), False
             self.unmapped += (self.root.workspace,)
-        ops = self._with_seal(ops)
+        ops = (*self._with_seal(ops), *self._covers())
         before_spawn(self)
         spec = SpawnSpec(
             name=request.name, hostname=HOSTNAME, base_uid=self.uids.base, cgroup_fd=self.cgroup.dir_fd,
@@ -193,6 +195,14 @@ class Box:
         own += [RootOp(OpKind.MASK_FILE, path.lstrip("/"), flags=MountFlag.OPTIONAL) for path in self.seal.bundles]
         at = next((i for i, op in enumerate(ops) if op.kind is OpKind.TREE), len(ops))
         return (*ops[:at], *own, *ops[at:])
+
+    def _covers(self) -> tuple[RootOp, ...]:
+        workspace = self.request.workspace
+        if workspace is None:
+            return ()
+        return tuple(RootOp(OpKind.MASK_DIR, f"{self.root.workspace}/{path.relative_to(workspace.path)}".lstrip("/"),
+                            flags=MountFlag.OPTIONAL)
+                     for path in self.request.covered if workspace.path in path.parents)
 
     def _copied_workspace(self, workspace: WorkspaceDir, ops: tuple[RootOp, ...]) -> tuple[RootOp, ...]:
         """The workspace's file system maps no owners: the overlay's lower becomes a copy that is the agent's own."""

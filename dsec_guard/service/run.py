@@ -146,13 +146,15 @@ class Run:
                 error = _as_guard_error(problem)
             return self._conclude(box, error)
 
+    def _own_places(self) -> tuple[Path, ...]:
+        """What verdicts are made from: it must not be in the command's hands."""
+        return self.guard.state.path.resolve(), self.guard.run_dir.resolve()
+
     def _keep_apart(self, workspace: Path) -> None:
-        """What verdicts are made from must not be in the command's hands."""
-        for name, own in (("state directory", self.guard.state.path), ("run directory", self.guard.run_dir)):
-            real = own.resolve()
-            if workspace == real or real in workspace.parents or workspace in real.parents:
-                raise UsageError(f"the workspace {str(workspace)!r} and dsec-guard's {name} {str(real)!r} lie in each other",
-                                 hint="use another directory as workspace, or set DSEC_GUARD_STATE to a place outside it")
+        for own in self._own_places():
+            if workspace == own or own in workspace.parents:
+                raise UsageError(f"the workspace {str(workspace)!r} lies in dsec-guard's own directory {str(own)!r}",
+                                 hint="use another directory as workspace, or set DSEC_GUARD_STATE to another place")
 
     def _build(self, stack: ExitStack) -> Box:
         guard, policy = self.guard, self.policy
@@ -163,7 +165,7 @@ class Run:
             name=self.run_dir.run_id, policy=policy, plan=self.plan, workspace=self.workspace,
             binds=tuple(Bind(source=str(b.source), target=b.target) for b in self.request.bind_ro),
             environment=self.request.env, tty=self.request.tty,
-            stage_dir=guard.stage_dir,
+            covered=self._own_places(), stage_dir=guard.stage_dir,
         )
         box = Box.create(request, instance=guard.instance, holder=guard.holder, launcher=guard.launcher,
                          run_dir=guard.run_dir, roots=guard.roots, before_spawn=lambda b: self._watch_box(b, stack))

@@ -304,12 +304,23 @@ def test_degrade_runs_without_landlock_and_says_so(run: Wrapper) -> None:
     assert states["seccomp"] == "enforced"
 
 
-@pytest.mark.parametrize("place", ["state", "state/runs", "run", "."])
+@pytest.mark.parametrize("place", ["state", "state/runs", "run"])
 def test_what_verdicts_are_made_from_is_no_workspace(run: Wrapper, place: str) -> None:
     """The command could change the log of its own incidents, or of others'."""
     (run.state / "runs").mkdir(exist_ok=True)
-    refused(run("--workspace", str(run.top / place), "--", "true"), "lie in each other")
+    refused(run("--workspace", str(run.top / place), "--", "true"), "lies in dsec-guard's own directory")
     assert not (run.state / "incidents.jsonl").exists()
+
+
+def test_a_workspace_around_the_records_shows_none_of_them(run: Wrapper) -> None:
+    log = run.state / "incidents.jsonl"
+    log.write_text("kept\n")
+    done = run("--workspace", str(run.top), "--", "sh", "-c",
+               f"ls -A {run.state} {run.run_dir}; echo > {log}; mv {run.state} {run.top}/else; echo done > {run.top}/made")
+    assert "incidents" not in done.stdout
+    assert "uids" not in done.stdout
+    assert (run.top / "made").read_text() == "done\n"
+    assert log.read_text().startswith("kept\n")
 
 
 def test_a_current_directory_that_was_removed(run: Wrapper) -> None:
