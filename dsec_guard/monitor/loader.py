@@ -195,7 +195,8 @@ class KernelMonitor:
         # Mapped, because one word is ours and the others the kernel's: an update would write them all.
         global_fd = obj.map(".bss.dg", key_size=4, value_size=w.GLOBAL.size).fd
         self._global = mmap.mmap(global_fd, mmap.PAGESIZE)
-        self._protected: set[tuple[int, int]] = set()
+        self._protected: dict[tuple[int, int], tuple[int, int]] = {}  # inode -> its number, how many want it
+        self._object_id = 0
         for name, size, how in (
             ("evidence", sizes[0], select.EPOLLIN),
             # Context wakes nobody by itself, so readiness alone must not either.
@@ -403,21 +404,36 @@ class KernelMonitor:
 
     # --------------------------------------------------------------------------------------------- protected objects
 
-    def protect(self, dev: int, ino: int, object_id: int) -> None:
-        """Report every successful open of the inode. dev, ino: as stat(2) gives them; object_id: not 0, yours.
+    def protect(self, dev: int, ino: int) -> int:
+        """Report every successful open of the inode, by boxes of level full. dev, ino: as stat(2) gives them.
 
-        The caller keeps a descriptor of the object, else its number could be given to another file.
+        Returns the number that records name it by, the same for every caller until the last one has called `unprotect`.
+        The caller keeps a descriptor of the object, else its inode number could be given to another file.
         """
-        if object_id <= 0:
-            raise ValueError("object ids start at 1")
-        self._objects.update(_object_key(dev, ino), _U64.pack(object_id))
-        self._protected.add((dev, ino))
+        known = self._protected.get((dev, ino))
+        if known is not None:
+            self._protected[dev, ino] = known[0], known[1] + 1
+            return known[0]
+        self._object_id += 1
+        self._objects.update(_object_key(dev, ino), _U64.pack(self._object_id))
+        self._protected[dev, ino] = self._object_id, 1
         self._publish_protected()
+        return self._object_id
 
     def unprotect(self, dev: int, ino: int) -> None:
+        """Take back one `protect`."""
+        number, users = self._protected[dev, ino]
+        if users > 1:
+            self._protected[dev, ino] = number, users - 1
+            return
         self._objects.delete(_object_key(dev, ino))
-        self._protected.discard((dev, ino))
+        del self._protected[dev, ino]
         self._publish_protected()
+
+    @property
+    def protected(self) -> int:
+        """How many inodes are protected now."""
+        return len(self._protected)
 
     def _publish_protected(self) -> None:
         at = wire.GLOBAL.offsets()["protected_objects"]

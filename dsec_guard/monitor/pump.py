@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dsec_guard.errors import MonitorError
 from dsec_guard.host.syscall_table import X32_BIT, syscall_name
 from dsec_guard.model import (
     Abi,
@@ -232,6 +233,12 @@ class BoxStream:
         self._seq = 0
         self._execs: dict[int, int] = {}
         self._phase = Phase.AGENT
+
+    def restart(self, started_ns: int) -> None:
+        """Count times from `started_ns` on. Only before the first event. Raises: MonitorError after it."""
+        if self._seq:
+            raise MonitorError(f"box {self.box_id} has events already")
+        self._started_ns = started_ns
 
     def number(self, event: Event) -> Event:
         """Put an event made elsewhere (counters, inspection, the guard itself) into the order: sets `seq` only."""

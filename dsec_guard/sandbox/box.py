@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsec_guard.errors import SetupError
@@ -21,7 +21,7 @@ from dsec_guard.model import Phase
 from dsec_guard.policy.compile import AGENT_UID, Plan
 from dsec_guard.policy.schema import Bind, HiddenStyle, Policy
 from dsec_guard.sandbox.decoys import Alias, DecoyTree, build_decoys
-from dsec_guard.sandbox.environment import HOSTNAME, UMASK, compose_environment, encode_environment
+from dsec_guard.sandbox.environment import HOSTNAME, UMASK, encode_environment
 from dsec_guard.sandbox.holder import Holder
 from dsec_guard.sandbox.launch import BoxInit, Launcher, StartedExec
 from dsec_guard.sandbox.owners import can_idmap, copy_workspace, without_refused_maps
@@ -51,17 +51,15 @@ OWN_TASKS = 1  # dg-init counts against pids.max and is not the agent's
 
 @dataclass(frozen=True, kw_only=True)
 class BoxRequest:
-    """What a box is made for. binds: beside the policy's, read-only. tty: its command gets a terminal. covered: host
-    directories that show empty and read-only where the workspace contains them. stage_dir: an existing directory that the
-    launcher mounts over in the box's own mount namespace."""
+    """What a box is made for. binds: beside the policy's, read-only. covered: host directories that show empty and
+    read-only where the workspace contains them. stage_dir: an existing directory that the launcher mounts over in the
+    box's own mount namespace."""
 
     name: str
     policy: Policy
     plan: Plan
     workspace: WorkspaceDir | None = None
     binds: tuple[Bind, ...] = ()
-    tty: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
     covered: tuple[Path, ...] = ()
     stage_dir: Path = Path("/run/dsec-guard/stage")
 
@@ -79,7 +77,6 @@ class Box:
         self.seal: Seal | None = None
         self.spawned: SpawnedBox
         self.init: BoxInit
-        self.environment: dict[str, str]
         self.unmapped: tuple[str, ...] = ()
 
     @property
@@ -148,7 +145,6 @@ class Box:
         known = roots.get(policy, plan, context, owner, compose)
         alike = self.seal is None  # a sealed repository is one box's own
         self.root, ops, self.unmapped = known.root, known.for_box(context), known.unmapped
-        self.environment = compose_environment(policy, outer=os.environ, extra=request.environment, tty=request.tty)
         if request.workspace is not None and not can_idmap(request.workspace.path, owner_map):
             ops, alike = self._copied_workspace(request.workspace, ops), False
             self.unmapped += (self.root.workspace,)
@@ -232,12 +228,14 @@ class Box:
             return  # the holder keeps it and tries again at its end
         holder.release_box(self.id)
 
-    def exec(self, argv: tuple[bytes, ...], *, stdio: tuple[int, int, int], tty: bool = False,
-             phase: Phase = Phase.AGENT, cwd: str | None = None) -> StartedExec:
-        """Start one command as the agent's user. Raises SetupError with errno_name ENOENT or EACCES where it cannot be."""
+    def exec(self, argv: tuple[bytes, ...], *, environment: Mapping[str, str], stdio: tuple[int, int, int],
+             tty: bool = False, phase: Phase = Phase.AGENT, cwd: str | None = None) -> StartedExec:
+        """Start one command as the agent's user. environment: all of it (`compose_environment`).
+
+        Raises: SetupError with errno_name ENOENT or EACCES where it cannot be."""
         plan = self.request.plan
         return self.init.exec(ExecRequest(
-            argv=argv, env=encode_environment(self.environment), umask=UMASK,
+            argv=argv, env=encode_environment(environment), umask=UMASK,
             cwd=os.fsencode(cwd if cwd is not None else self.root.workspace or plan.home),
             uid=plan.agent_uid, gid=plan.agent_gid, caps=plan.caps, phase=PHASES.index(phase), tty=tty, stdio=stdio,
         ), timeout=START_TIMEOUT_S)

@@ -23,15 +23,16 @@ from dsec_guard.incident.store import StateDir
 from dsec_guard.monitor.loader import KernelMonitor
 from dsec_guard.policy.compile import Plan, compile_policy, needed_features
 from dsec_guard.policy.data import data_dir
-from dsec_guard.policy.schema import Policy
+from dsec_guard.policy.schema import Bind, Policy
 from dsec_guard.sandbox.holder import Holder
 from dsec_guard.sandbox.launch import Launcher
 from dsec_guard.sandbox.roots import RootCache
 from dsec_guard.sandbox.stdio import BoxIO
-from dsec_guard.sandbox.workspace import recover
+from dsec_guard.sandbox.workspace import WorkspaceDir, recover
 from dsec_guard.service.reaper import RUN_DIR, Ownership, reap
 from dsec_guard.service.request import RunOutcome, RunRequest
 from dsec_guard.service.run import Run
+from dsec_guard.service.watched import BoxShape, ReadyBoxes, WatchedBox
 
 _PLANS_KEPT = 256
 LINGER_S = 1.0  # the program on sys_exit, after the last box of level full
@@ -59,6 +60,7 @@ class Guard:
         self._covered: set[Path] = set()
         self._plans: dict[tuple[int, str, tuple[str, ...]], tuple[Policy, Plan]] = {}
         self.roots = RootCache()
+        self.ready = ReadyBoxes(lambda shape, name: WatchedBox.create(self, shape, name))
         self._features: dict[tuple[str, ...], HostFeatures] = {}
         self.instance: Instance
         self.holder: Holder
@@ -115,6 +117,16 @@ class Guard:
             self._stack.callback(self.monitor.close)
         except HostError as err:
             self.monitor_error = str(err)  # whether a box may run without it is the policy's decision
+        self._stack.callback(self.ready.close)
+
+    def own_places(self) -> tuple[Path, ...]:
+        """What verdicts are made from: it must not be in a command's hands."""
+        return self.state.path.resolve(), self.run_dir.resolve()
+
+    def shape(self, request: RunRequest, plan: Plan, workspace: WorkspaceDir | None) -> BoxShape:
+        """What the box of this request is like. plan: `self.plan` of it."""
+        return BoxShape(policy=request.policy, plan=plan, workspace=workspace, covered=self.own_places(),
+                        binds=tuple(Bind(source=str(b.source), target=b.target) for b in request.bind_ro))
 
     @property
     def journal_dir(self) -> Path:
@@ -159,6 +171,24 @@ class Guard:
             self._plans[key] = policy, compile_policy(policy, self.features(policy), workspace=workspace, readable=readable)
         return self._plans[key][1]
 
+    def _plan_of(self, request: RunRequest) -> Plan:
+        return self.plan(request.policy, str(request.workspace or ""), tuple(b.target for b in request.bind_ro))
+
+    def prepare(self, request: RunRequest, count: int) -> int:
+        """Bring the boxes that wait for requests like this one (same policy object, same binds) to `count`; 0 gives them
+        back. A run takes one and leaves the rest; whoever runs many calls this again between them.
+
+        A box made ahead shows the host's /etc of that moment and is replaced after READY_MAX_AGE_S. Returns how many were
+        made. Raises: UsageError for a request with a workspace, whose box shows files of the moment it starts, or for too
+        many; PolicyError, HostError, SetupError as `run`.
+        """
+        if request.workspace is not None:
+            raise UsageError("boxes with a workspace are not made ahead",
+                             hint="give the files by `bind_ro`, or leave this box to `run`")
+        if count < 0:
+            raise UsageError(f"{count} boxes cannot be kept ready", hint="0 or more")
+        return self.ready.fill(self.shape(request, self._plan_of(request), None), count)
+
     def fanotify_group(self) -> FanotifyGroup:
         """The group that watches decoys and protected files of all boxes; read by the holder."""
         if self.fanotify is None:
@@ -172,7 +202,7 @@ class Guard:
         A failure of the guard after the box exists is an outcome (`exit.reason` guard_error, validity infra_fault), so
         that nothing seen before it is lost. Raises: PolicyError, UsageError, HostError, SetupError before that.
         """
-        plan = self.plan(request.policy, str(request.workspace or ""), tuple(b.target for b in request.bind_ro))
+        plan = self._plan_of(request)
         with self.state.new_run() as run_dir:
             return Run(self, request, plan, io, run_dir).execute()
 

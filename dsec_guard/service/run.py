@@ -36,15 +36,14 @@ from dsec_guard.model import (
     UsageSummary,
     escape_bytes,
 )
-from dsec_guard.monitor.loader import BoxConfig, default_watch_prefixes
-from dsec_guard.monitor.pump import BoxStream, ProtectedObject
+from dsec_guard.monitor.pump import BoxStream
 from dsec_guard.policy.compile import Plan
-from dsec_guard.policy.schema import Bind, User
+from dsec_guard.policy.schema import User
 from dsec_guard.replay.record import RecordWriter
-from dsec_guard.sandbox.box import OWN_TASKS, SEAL_OVERLAY, Box, BoxRequest
+from dsec_guard.sandbox.box import OWN_TASKS, SEAL_OVERLAY, Box
 from dsec_guard.sandbox.changes import ChangeLimits, ChangeReport, inspect_changes
 from dsec_guard.sandbox.collect import collect
-from dsec_guard.sandbox.environment import HOSTNAME
+from dsec_guard.sandbox.environment import HOSTNAME, compose_environment
 from dsec_guard.sandbox.holder import (
     ChildExited,
     EventsMissed,
@@ -71,8 +70,10 @@ from dsec_guard.service.request import (
     TransferReport,
     Usage,
 )
+from dsec_guard.service.watched import BoxShape, WatchedBox
 
 if TYPE_CHECKING:
+    from dsec_guard.monitor.loader import KernelMonitor
     from dsec_guard.service.guard import Guard
 
 GRACE_S = 5.0            # between a forwarded signal and the end of the box
@@ -96,14 +97,14 @@ class Run:
     def __init__(self, guard: Guard, request: RunRequest, plan: Plan, io: BoxIO, run_dir: RunDir) -> None:
         self.guard = guard
         self.request = request
-        # A host that lacks what the layer stands on has no monitor for this box, whatever was loaded.
-        watched = all(x.state is LayerState.ENFORCED for x in plan.layers if x.name == "monitor")
-        self.monitor = guard.monitor if watched else None
         self.policy = request.policy
         self.plan = plan
+        self.environment = compose_environment(self.policy, outer=os.environ, extra=request.env, tty=request.tty)
         self.io = io
         self.run_dir = run_dir
         self.workspace: WorkspaceDir | None = None
+        self.shape: BoxShape
+        self.monitor: KernelMonitor | None = None
         self.started_ns = now_ns()
         self._started_mono = time.monotonic_ns()
         self.box: Box | None = None
@@ -136,6 +137,8 @@ class Run:
         if request.workspace is not None:
             self.workspace = check_workspace(request.workspace, named=request.workspace_named)
             self._keep_apart(self.workspace.path)
+        self.shape = self.guard.shape(request, self.plan, self.workspace)
+        self.monitor = self.guard.monitor if self.shape.monitored else None
         error: DsecGuardError | None = None
         # From here to the written result a signal is noted, never fatal.
         with self._signals_noted(), ExitStack() as stack:
@@ -146,67 +149,21 @@ class Run:
                 error = _as_guard_error(problem)
             return self._conclude(box, error)
 
-    def _own_places(self) -> tuple[Path, ...]:
-        """What verdicts are made from: it must not be in the command's hands."""
-        return self.guard.state.path.resolve(), self.guard.run_dir.resolve()
-
     def _keep_apart(self, workspace: Path) -> None:
-        for own in self._own_places():
+        for own in self.guard.own_places():
             if workspace == own or own in workspace.parents:
                 raise UsageError(f"the workspace {str(workspace)!r} lies in dsec-guard's own directory {str(own)!r}",
                                  hint="use another directory as workspace, or set DSEC_GUARD_STATE to another place")
 
     def _build(self, stack: ExitStack) -> Box:
-        guard, policy = self.guard, self.policy
-        if self.monitor is None and not self._may_degrade():
-            raise MonitorError(f"the kernel monitor cannot be started: {guard.monitor_error}",
-                               hint="`dsec-guard doctor` shows what is missing; `if_unsupported: degrade` runs without it")
-        request = BoxRequest(
-            name=self.run_dir.run_id, policy=policy, plan=self.plan, workspace=self.workspace,
-            binds=tuple(Bind(source=str(b.source), target=b.target) for b in self.request.bind_ro),
-            environment=self.request.env, tty=self.request.tty,
-            covered=self._own_places(), stage_dir=guard.stage_dir,
-        )
-        box = Box.create(request, instance=guard.instance, holder=guard.holder, launcher=guard.launcher,
-                         run_dir=guard.run_dir, roots=guard.roots, before_spawn=lambda b: self._watch_box(b, stack))
-        stack.callback(box.close)
-        self.box = box
-        if box.spawned.listener_fd >= 0:
-            guard.holder.watch_notify(box.id, box.spawned.listener_fd, self.plan.notify_errnos)
-            box.forget_listener()
-        if self.monitor is not None:
-            self.monitor.set_init(box.id, box.spawned.pid)
-            self.monitor.reset_exec(box.id)
-            self.monitor.go_live(box.id)
-        self._open_records(box)
-        return box
-
-    def _may_degrade(self) -> bool:
-        return any(x.name == "monitor" and x.state is not LayerState.ENFORCED for x in self.plan.layers)
-
-    def _watch_box(self, box: Box, stack: ExitStack) -> None:
-        """Everything that watches is in place before the box has a task."""
-        guard, policy = self.guard, self.policy
-        self._started_mono = time.monotonic_ns()
-        objects: dict[int, ProtectedObject] = {}
-        # Directories are left out: listing one is what any search by name does.
-        files = [item for item in box.decoys.objects if not item.is_dir]
-        for number, item in enumerate(files, start=1):
-            objects[number] = ProtectedObject(object=item.object, label=item.label, decoy=item.decoy,
-                                              dev=os.makedev(item.dev >> 20, item.dev & 0xFFFFF), ino=item.ino)
-        self.stream = BoxStream(box_id=box.id, started_ns=self._started_mono, base_uid=box.uids.base, objects=objects)
-        if self.monitor is not None:
-            watch = (*default_watch_prefixes(), *(os.fsencode(h.path) for h in policy.answers.hidden))
-            self.monitor.add_box(BoxConfig(
-                box_id=box.id, level=policy.monitor.level, event_budget=policy.limits.events,
-                watch_prefixes=watch))
-            stack.callback(self.monitor.remove_box, box.id)
-            for number, known in objects.items():
-                self.monitor.protect(known.dev, known.ino, number)
-                stack.callback(self.monitor.unprotect, known.dev, known.ino)
-        watched = [item for item in files if item.decoy]
-        if watched and any(x.name == "decoys" and x.state is LayerState.ENFORCED for x in self.plan.layers):
-            guard.fanotify_group().mark_all(watched, box.decoys.open_object)
+        """A box made ahead if there is one, else one of this run's name."""
+        guard, shape = self.guard, self.shape
+        watched = guard.ready.take(shape) or WatchedBox.create(guard, shape, self.run_dir.run_id)
+        stack.callback(watched.close)
+        self.box, self.stream = watched.box, watched.stream
+        self._started_mono = watched.begin()
+        self._open_records(watched.box)
+        return watched.box
 
     def _open_records(self, box: Box) -> None:
         self.facts = self._facts(box)
@@ -229,7 +186,7 @@ class Run:
             environment_state=tuple(s.path for s in answers.environment_state), deliverables=policy.deliverables,
             repository=answers.repository.path if answers.repository else "", allowed_reads=answers.allowed_reads,
             package=answers.package or "", limits=limits, network=policy.network.value,
-            path_dirs=tuple(box.environment.get("PATH", "").split(":")), layers=self.plan.layers,
+            path_dirs=tuple(self.environment.get("PATH", "").split(":")), layers=self.plan.layers,
         )
 
     # ------------------------------------------------------------------------------------------------- while it runs
@@ -237,7 +194,7 @@ class Run:
     def _run_command(self, box: Box) -> None:
         stdio = self.io.prepare(limit_bytes=self.policy.limits.output, owner=box.agent_owner, root_fd=box.spawned.root_fd)
         try:
-            started = box.exec(self.request.argv, stdio=stdio, tty=self.request.tty)
+            started = box.exec(self.request.argv, environment=self.environment, stdio=stdio, tty=self.request.tty)
         except SetupError as problem:
             reason = {"ENOENT": ExitReason.NOT_FOUND, "ENOTDIR": ExitReason.NOT_FOUND, "EACCES": ExitReason.NOT_EXECUTABLE,
                       "ENOEXEC": ExitReason.NOT_EXECUTABLE, "EPERM": ExitReason.NOT_EXECUTABLE,

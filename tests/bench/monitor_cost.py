@@ -110,8 +110,8 @@ def measure(argv: list[str], pairs: int, place: Path) -> dict[str, float]:
             if situation != "guarded":
                 return _cpu(argv, None if situation == "host" else box / "cgroup.procs", None)
             status = marked.stat()
-            monitor.protect(status.st_dev, status.st_ino, 1)
-            stream = BoxStream(box_id, 0, 0, {1: ProtectedObject(str(marked), "hidden")})
+            number = monitor.protect(status.st_dev, status.st_ino)
+            stream = BoxStream(box_id, 0, 0, {number: ProtectedObject(str(marked), "hidden")})
 
             def drain() -> None:
                 for record in monitor.drain():

@@ -16,6 +16,7 @@ import signal
 import statistics
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -279,6 +280,27 @@ def test_nothing_is_left_of_ended_and_killed_runs(yard: Yard, dsec_guard_cli: tu
     while (left := yard.left()) and time.monotonic() < last_kill + SETTLE_S:
         _reap()
     assert not left, f"seed {seed}, of {RUNS} runs {KILLS} killed: {left}"
+
+
+def test_nothing_is_left_of_boxes_that_waited_for_a_guard_that_was_killed(yard: Yard) -> None:
+    code = ("import sys\nfrom dsec_guard.policy.load import load_policy\nfrom dsec_guard.service.guard import Guard\n"
+            "from dsec_guard.service.request import RunRequest\nguard = Guard.open()\n"
+            "guard.prepare(RunRequest(policy=load_policy('untrusted-script'), argv=(b'true',)), 4)\n"
+            "print(len(guard.ready), flush=True)\nsys.stdin.read()\n")
+    process = subprocess.Popen([sys.executable, "-c", code], env=yard.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"4\n"
+        yard.note_namespaces()
+        boxes = [path for path in yard.cgroups[0].glob("*/*/cgroup.procs") if path.read_text().split()]
+        assert len(boxes) >= 4
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + SETTLE_S
+    while (left := yard.left()) and time.monotonic() < deadline:
+        _reap()
+    assert not left
 
 
 def test_a_leftover_of_each_kind_would_be_seen(yard: Yard, dsec_guard_cli: tuple[str, ...]) -> None:

@@ -88,10 +88,10 @@ class Yard:
             self.monitor.go_live(box_id)
         return box_id
 
-    def protect(self, path: Path, number: int = 1, label: str = "hidden") -> None:
+    def protect(self, path: Path, label: str = "hidden") -> None:
         status = path.stat()
+        number = self.monitor.protect(status.st_dev, status.st_ino)
         self.objects[number] = ProtectedObject(str(path), label, dev=status.st_dev, ino=status.st_ino)
-        self.monitor.protect(status.st_dev, status.st_ino, number)
 
     def start(self, *argv: str | Path, box: str = "b1", uid: int = NOBODY, cwd: str | Path = "/") -> subprocess.Popen[bytes]:
         procs = os.open(self.top / box / "cgroup.procs", os.O_WRONLY)
