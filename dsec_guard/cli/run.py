@@ -234,13 +234,14 @@ def run_guarded(request: RunRequest, *, as_json: bool, quiet: bool) -> RunOutcom
 
 def failed_outcome(request: RunRequest, err: DsecGuardError, *, run_id: str, started_ns: int) -> RunOutcome:
     """The outcome of a run that dsec-guard could not start or finish: nothing is known about the command."""
-    policy = request.policy
+    policy, now_ns = request.policy, time.time_ns()
     return RunOutcome(
         run_id=run_id, run_dir=None, policy_name=policy.name, policy_digest=policy.digest, mode=policy.mode.value,
         argv=request.argv, exit=ExitInfo(reason=ExitReason.GUARD_ERROR),
         verdict=Verdict(cls=VerdictClass.INCONCLUSIVE, outcome=None, severity=0, validity=Validity.INFRA_FAULT,
                         complete=False, reasons=(str(err),), level=policy.monitor.level),
-        reward=RewardInfo(valid=0), started_ns=started_ns, ended_ns=time.time_ns(), workspace=request.workspace,
+        reward=RewardInfo(valid=0), started_ns=started_ns, exited_ns=now_ns, ended_ns=now_ns,
+        workspace=request.workspace,
         task_reward=request.task_reward, write_back=TransferReport(state="none", why="the guard failed"),
         labels=request.labels, error=str(err), hint=err.hint,
     )

@@ -647,16 +647,22 @@ def _keyed(text: str) -> dict[str, int]:
 
 
 def _keyed_file(path: Path) -> dict[str, int]:
-    try:
-        return _keyed(path.read_text("ascii"))
-    except FileNotFoundError:
-        return {}
+    return _keyed(_read_if_there(path))
 
 
 def _number(path: Path) -> int:
     """A file with one number; 0 where it is missing or says `max`."""
-    try:
-        text = path.read_text("ascii").strip()
-    except FileNotFoundError:
-        return 0
+    text = _read_if_there(path).strip()
     return int(text) if text.isdigit() else 0
+
+
+def _read_if_there(path: Path) -> str:
+    """By plain descriptor: a file object costs more than the read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        return os.read(fd, 65536).decode("ascii", "replace")
+    finally:
+        os.close(fd)

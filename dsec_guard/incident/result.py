@@ -38,6 +38,7 @@ def result_json(outcome: RunOutcome) -> dict[str, Any]:
         "schema": SCHEMA,
         "run_id": outcome.run_id,
         "started": rfc3339(outcome.started_ns),
+        "exited": rfc3339(outcome.exited_ns),
         "ended": rfc3339(outcome.ended_ns),
         "policy": {"name": outcome.policy_name, "digest": outcome.policy_digest, "mode": outcome.mode},
         "argv": [escape_bytes(word) for word in outcome.argv],

@@ -37,6 +37,7 @@ MAX_BYTES = 512 << 20
 MAX_LINE = 1 << 20
 MAX_EVENTS = 2_000_000
 FLUSH_S = 1.0
+MOST_HELD = 1024          # events kept in memory before the file is made
 
 _ENCODE = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
 
@@ -47,17 +48,29 @@ _ROOM = "make room there, or name another place with --record FILE or $DSEC_GUAR
 class RecordWriter:
     """Writes one recording. Order: `header`, any number of `events`, `finish`; `close` alone leaves a beginning.
 
-    max_bytes: of uncompressed event lines; further events are counted, not written. Raises: UsageError when the file
-    cannot be made, RecordError when it cannot be written.
+    max_bytes: of uncompressed event lines; further events are counted, not written. when_due: the file is made by the first
+    flush, and `discard` before that leaves none; else at once. Raises: UsageError when the file cannot be made, RecordError
+    when it cannot be written.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, when_due: bool = False) -> None:
         self.path = path
         self._left = max_bytes
         self._events = 0
         self._truncated = 0
         self._flushed_at = time.monotonic()
         self._dirty = False
+        self._closed = False
+        self._held: list[Event] = []
+        self._header: dict[str, Any] | None = None
+        self._raw: BinaryIO | None = None
+        self._out: Any = None
+        self._zstd_block = 0
+        if not when_due:
+            self._make()
+
+    def _make(self) -> None:
+        path = self.path
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as err:
@@ -66,47 +79,78 @@ class RecordWriter:
             os.close(fd)
             raise UsageError(f"cannot write the record {path}: it is no regular file", hint="name a regular file")
         os.ftruncate(fd, 0)
-        self._raw: BinaryIO = os.fdopen(fd, "wb")
-        self._out: Any = self._raw
-        self._zstd_block = 0
+        self._raw = os.fdopen(fd, "wb")
+        self._out = self._raw
         if path.name.endswith(".zst"):
             import zstandard
 
             self._out = zstandard.ZstdCompressor(level=3).stream_writer(self._raw, closefd=False)
             self._zstd_block = zstandard.FLUSH_BLOCK
+        if self._header is not None:
+            self._write_header(self._header)
+        held, self._held = self._held, []
+        for event in held:
+            self._write_event(event)
 
     def header(self, *, run_id: str, started_ns: int, argv: Iterable[bytes], policy: Policy, detectors_digest: str,
                facts: Mapping[str, Any], layers: Iterable[Layer] = (), host: Mapping[str, Any] | None = None) -> None:
         """The first line; started_ns is CLOCK_REALTIME nanoseconds, facts (BoxFacts.to_record) and host plain values."""
+        self._header = {
+            "run_id": run_id, "started_ns": started_ns, "argv": tuple(argv), "policy": policy,
+            "detectors_digest": detectors_digest, "facts": facts, "layers": tuple(layers), "host": host,
+        }
+        if self._raw is not None:
+            self._write_header(self._header)
+            self.flush()
+
+    def _write_header(self, given: Mapping[str, Any]) -> None:
+        policy: Policy = given["policy"]
         self._line({
-            "type": "header", "schema": SCHEMA, "run_id": run_id, "started": rfc3339(started_ns), "started_ns": started_ns,
-            "argv": [escape_bytes(word) for word in argv],
+            "type": "header", "schema": SCHEMA, "run_id": given["run_id"], "started": rfc3339(given["started_ns"]),
+            "started_ns": given["started_ns"], "argv": [escape_bytes(word) for word in given["argv"]],
             "policy": {"name": policy.name, "digest": policy.digest,
                        "effective": policy.model_dump(mode="json", by_alias=True)},
-            "detectors": {"digest": detectors_digest}, "facts": dict(facts),
-            "layers": [{"name": x.name, "state": x.state.value, "detail": x.detail} for x in layers],
-            "host": dict(host or {}),
+            "detectors": {"digest": given["detectors_digest"]}, "facts": dict(given["facts"]),
+            "layers": [{"name": x.name, "state": x.state.value, "detail": x.detail} for x in given["layers"]],
+            "host": dict(given["host"] or {}),
         })
-        self.flush()
 
     def events(self, events: Iterable[Event]) -> None:
         """Append events in ingest order."""
         for event in events:
             self._events += 1
-            if self._left <= 0:
-                self._truncated += 1
+            if self._raw is not None:
+                self._write_event(event)
                 continue
-            self._left -= self._line({"type": "event", **event.to_record()})
+            self._held.append(event)
+            self._dirty = True
+            if len(self._held) >= MOST_HELD:
+                self._make()
         self.flush_if_due()
+
+    def _write_event(self, event: Event) -> None:
+        if self._left <= 0:
+            self._truncated += 1
+        else:
+            self._left -= self._line({"type": "event", **event.to_record()})
 
     def flush_if_due(self) -> None:
         """Call at least once a second while the box runs: what was appended then outlives the process."""
         if self._dirty and time.monotonic() - self._flushed_at >= FLUSH_S:
             self.flush()
 
+    def discard(self) -> None:
+        """Leave no file, whether one was made or not."""
+        if self._raw is not None:
+            self.close()
+            self.path.unlink(missing_ok=True)
+        self._closed = True
+
     def finish(self, outcome: RunOutcome, *, completeness: Mapping[str, Any]) -> None:
         """Append incidents, verdict, reward and the last line, and close the file. completeness: the fields of
         detect.engine.Completeness as plain values."""
+        if self._raw is None:
+            self._make()
         result = result_json(outcome)
         for incident in outcome.incidents:
             self._line({"type": "incident", **incident_record(incident, started_ns=outcome.started_ns)})
@@ -120,8 +164,12 @@ class RecordWriter:
 
     def close(self) -> None:
         """Write out what is buffered and close; harmless when repeated."""
-        if self._raw.closed:
+        if self._closed:
             return
+        if self._raw is None:
+            self._make()
+        assert self._raw is not None
+        self._closed = True
         try:
             if self._out is not self._raw:
                 self._out.close()
@@ -136,6 +184,9 @@ class RecordWriter:
         self.close()
 
     def flush(self) -> None:
+        if self._raw is None:
+            self._make()
+        assert self._raw is not None
         try:
             if self._out is not self._raw:
                 self._out.flush(self._zstd_block)

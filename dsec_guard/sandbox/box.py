@@ -78,6 +78,7 @@ class Box:
         self.spawned: SpawnedBox
         self.init: BoxInit
         self.unmapped: tuple[str, ...] = ()
+        self._emptied = False
 
     @property
     def id(self) -> int:
@@ -223,14 +224,16 @@ class Box:
                 os.close(fd)
 
     def _release_cgroup(self, holder: Holder) -> None:
-        self.kill()
+        if not self._emptied:
+            self.kill()
         if not self.cgroup.remove(deadline_s=EMPTY_TIMEOUT_S):
             return  # the holder keeps it and tries again at its end
         holder.release_box(self.id)
 
     def exec(self, argv: tuple[bytes, ...], *, environment: Mapping[str, str], stdio: tuple[int, int, int],
-             tty: bool = False, phase: Phase = Phase.AGENT, cwd: str | None = None) -> StartedExec:
-        """Start one command as the agent's user. environment: all of it (`compose_environment`).
+             tty: bool = False, phase: Phase = Phase.AGENT, cwd: str | None = None,
+             meanwhile: Callable[[], None] | None = None) -> StartedExec:
+        """Start one command as the agent's user. environment: all of it (`compose_environment`). meanwhile: see BoxInit.
 
         Raises: SetupError with errno_name ENOENT or EACCES where it cannot be."""
         plan = self.request.plan
@@ -238,7 +241,7 @@ class Box:
             argv=argv, env=encode_environment(environment), umask=UMASK,
             cwd=os.fsencode(cwd if cwd is not None else self.root.workspace or plan.home),
             uid=plan.agent_uid, gid=plan.agent_gid, caps=plan.caps, phase=PHASES.index(phase), tty=tty, stdio=stdio,
-        ), timeout=START_TIMEOUT_S)
+        ), timeout=START_TIMEOUT_S, meanwhile=meanwhile)
 
     def kill(self) -> None:
         """End every process of the box, and prove it by the empty cgroup. Raises SetupError when some survive."""
@@ -247,6 +250,7 @@ class Box:
             raise SetupError(f"processes of the box {self.request.name} are still alive {EMPTY_TIMEOUT_S:.0f} s after "
                              "they were killed", step="kill",
                              hint="a process in an uninterruptible wait; look at its stack in /proc/PID/stack")
+        self._emptied = True  # with dg-init gone, nothing can start in it any more
 
     def close(self) -> None:
         """Kill what is left and give everything back. Repeating is harmless."""

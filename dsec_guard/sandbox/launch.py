@@ -211,9 +211,11 @@ class BoxInit:
         return _parse(data, "box's first process")
 
     def exec(
-        self, req: ExecRequest, timeout: float = 10.0, *, on_id: Callable[[int], None] | None = None
+        self, req: ExecRequest, timeout: float = 10.0, *, on_id: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None
     ) -> StartedExec:
-        """Starts a command and returns after its exec. `on_id` learns its number before anything runs.
+        """Starts a command and returns after its exec. `on_id` learns its number before anything runs; `meanwhile` is
+        called while the command is being started, and what it raises is passed on.
 
         Raises: SetupError; step `execve` with ENOENT or EACCES when the program cannot be run, `chdir` for its directory,
         `deadline` when no answer came in time (the command may yet start: end the box).
@@ -231,6 +233,8 @@ class BoxInit:
         finally:
             os.close(memfd)
         deadline = time.monotonic() + timeout
+        if meanwhile is not None:
+            meanwhile()
         while True:
             _wait_readable(self._sock, deadline, "exec")
             answer = self._next_answer()

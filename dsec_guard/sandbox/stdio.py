@@ -38,6 +38,10 @@ DEFAULT_WINDOW = (24, 80)
 TIOCSPTLCK = 0x40045431
 TIOCGPTPEER = 0x5441         # not in termios before Python 3.13
 
+_USUAL_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH, signal.SIGTSTP, signal.SIGTTIN,
+    signal.SIGTTOU, signal.SIGCONT, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
+
 _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
@@ -576,8 +580,9 @@ class BoxIO:
         if self._terminal is not None:
             self._terminal.enter()
         self._thread = threading.Thread(target=self._run, name="dsec-guard-stdio", daemon=True)
-        # The thread takes no signals: handlers belong to the main thread, and SIGTTIN must become EIO (see _Input).
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        # The thread takes no signals: handlers belong to the main thread, and SIGTTIN must become EIO (see _Input). It
+        # starts without those that are usual; the rest it shuts out itself.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _USUAL_SIGNALS)
         try:
             self._thread.start()
         finally:
@@ -663,6 +668,7 @@ class BoxIO:
 
     def _run(self) -> None:
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._loop()
         except BaseException as err:  # noqa: BLE001  (handed to whoever waits)
             self.failure = err

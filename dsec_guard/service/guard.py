@@ -56,6 +56,8 @@ class Guard:
         self.run_dir = run_dir
         self.on_warning = on_warning
         self.detectors = DetectorSet.load(data_dir("detectors"))
+        #: What verdicts are made from: it must not be in a command's hands.
+        self.own_places = state.path.resolve(), run_dir.resolve()
         self._stack = contextlib.ExitStack()
         self._covered: set[Path] = set()
         self._plans: dict[tuple[int, str, tuple[str, ...]], tuple[Policy, Plan]] = {}
@@ -119,13 +121,9 @@ class Guard:
             self.monitor_error = str(err)  # whether a box may run without it is the policy's decision
         self._stack.callback(self.ready.close)
 
-    def own_places(self) -> tuple[Path, ...]:
-        """What verdicts are made from: it must not be in a command's hands."""
-        return self.state.path.resolve(), self.run_dir.resolve()
-
     def shape(self, request: RunRequest, plan: Plan, workspace: WorkspaceDir | None) -> BoxShape:
         """What the box of this request is like. plan: `self.plan` of it."""
-        return BoxShape(policy=request.policy, plan=plan, workspace=workspace, covered=self.own_places(),
+        return BoxShape(policy=request.policy, plan=plan, workspace=workspace, covered=self.own_places,
                         binds=tuple(Bind(source=str(b.source), target=b.target) for b in request.bind_ro))
 
     @property

@@ -151,8 +151,11 @@ class TransferReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """All a result is made from. Times: started_ns and ended_ns are CLOCK_REALTIME nanoseconds; events count from
-    `started_ns`. flags: timeout, oom, pids, disk, files, output ... error and hint: of a guard failure, else empty.
+    """All a result is made from.
+
+    Times are CLOCK_REALTIME nanoseconds: exited_ns is when the guard knew of the command's end, ended_ns when it had judged;
+    events count from `started_ns`. flags: timeout, oom, pids, disk, files, output ... error and hint: of a guard failure,
+    else empty.
     """
 
     run_id: str
@@ -164,6 +167,7 @@ class RunOutcome:
     verdict: Verdict
     reward: RewardInfo
     started_ns: int
+    exited_ns: int
     ended_ns: int
     mode: str = "enforce"
     layers: tuple[Layer, ...] = ()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dsec_guard.detect.engine import Completeness, Judge
 from dsec_guard.detect.facts import BoxFacts
 from dsec_guard.errors import DsecGuardError, MonitorError, SetupError, UsageError
-from dsec_guard.host.cgroup import CgroupUsage
+from dsec_guard.host.cgroup import CgroupUsage, OomWatch
 from dsec_guard.incident.result import result_json
 from dsec_guard.incident.store import RunDir
 from dsec_guard.model import (
@@ -80,7 +80,13 @@ GRACE_S = 5.0            # between a forwarded signal and the end of the box
 SAMPLE_S = 0.25          # how often the store's use is looked at
 DELIVER_S = 10.0         # for a slow reader of the command's output after its end
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_EMPTY_DIR_BYTES = 40    # of a tmpfs
 WITHHOLD_SEVERITY = 7    # from here on changes are packed, not written back
+_NOT_RUN = {
+    "ENOENT": ExitReason.NOT_FOUND, "ENOTDIR": ExitReason.NOT_FOUND, "EACCES": ExitReason.NOT_EXECUTABLE,
+    "ENOEXEC": ExitReason.NOT_EXECUTABLE, "EPERM": ExitReason.NOT_EXECUTABLE, "ELOOP": ExitReason.NOT_EXECUTABLE,
+    "EISDIR": ExitReason.NOT_EXECUTABLE, "E2BIG": ExitReason.NOT_EXECUTABLE, "ETXTBSY": ExitReason.NOT_EXECUTABLE,
+}
 
 
 @dataclass
@@ -107,6 +113,7 @@ class Run:
         self.monitor: KernelMonitor | None = None
         self.started_ns = now_ns()
         self._started_mono = time.monotonic_ns()
+        self._exited_ns = self.started_ns
         self.box: Box | None = None
         self.stream: BoxStream | None = None
         self.judge: Judge | None = None
@@ -147,10 +154,12 @@ class Run:
                 self._run_command(box)
             except (DsecGuardError, OSError) as problem:
                 error = _as_guard_error(problem)
+            if self.judge is None:  # nothing was started
+                self._open_judge(box)
             return self._conclude(box, error)
 
     def _keep_apart(self, workspace: Path) -> None:
-        for own in self.guard.own_places():
+        for own in self.guard.own_places:
             if workspace == own or own in workspace.parents:
                 raise UsageError(f"the workspace {str(workspace)!r} lies in dsec-guard's own directory {str(own)!r}",
                                  hint="use another directory as workspace, or set DSEC_GUARD_STATE to another place")
@@ -162,14 +171,15 @@ class Run:
         stack.callback(watched.close)
         self.box, self.stream = watched.box, watched.stream
         self._started_mono = watched.begin()
-        self._open_records(watched.box)
+        own = self.request.record_file
+        self.record = RecordWriter(own or self.run_dir.events_file, when_due=own is None)
         return watched.box
 
-    def _open_records(self, box: Box) -> None:
+    def _open_judge(self, box: Box) -> None:
+        """Once, before the first event is taken in."""
+        assert self.record is not None
         self.facts = self._facts(box)
         self.judge = Judge(self.policy, self.facts, self.guard.detectors)
-        path = self.request.record_file or self.run_dir.events_file
-        self.record = RecordWriter(path)
         self.record.header(run_id=self.run_dir.run_id, started_ns=self.started_ns, argv=self.request.argv,
                            policy=self.policy, detectors_digest=self.guard.detectors.digest,
                            facts=self.facts.to_record(), layers=self.plan.layers)
@@ -192,22 +202,27 @@ class Run:
     # ------------------------------------------------------------------------------------------------- while it runs
 
     def _run_command(self, box: Box) -> None:
+        """Start the command and stay with it to its end. What needs no answer of the box is done while it starts."""
         stdio = self.io.prepare(limit_bytes=self.policy.limits.output, owner=box.agent_owner, root_fd=box.spawned.root_fd)
-        try:
-            started = box.exec(self.request.argv, environment=self.environment, stdio=stdio, tty=self.request.tty)
-        except SetupError as problem:
-            reason = {"ENOENT": ExitReason.NOT_FOUND, "ENOTDIR": ExitReason.NOT_FOUND, "EACCES": ExitReason.NOT_EXECUTABLE,
-                      "ENOEXEC": ExitReason.NOT_EXECUTABLE, "EPERM": ExitReason.NOT_EXECUTABLE,
-                      "ELOOP": ExitReason.NOT_EXECUTABLE, "EISDIR": ExitReason.NOT_EXECUTABLE,
-                      "E2BIG": ExitReason.NOT_EXECUTABLE, "ETXTBSY": ExitReason.NOT_EXECUTABLE}.get(problem.errno_name)
-            if problem.step != "execve" or reason is None:
-                raise
-            self._reason = reason
-            self.warnings.append(str(problem))
-            self.io.start()
-            return
-        self.io.start()
-        self._loop(box, started)
+        with ExitStack() as stack:
+            watches: list[OomWatch] = []
+
+            def meanwhile() -> None:
+                self._open_judge(box)
+                self.io.start()
+                watches.append(stack.enter_context(box.cgroup.oom_watch()))
+
+            try:
+                started = box.exec(self.request.argv, environment=self.environment, stdio=stdio, tty=self.request.tty,
+                                   meanwhile=meanwhile)
+            except SetupError as problem:
+                reason = _NOT_RUN.get(problem.errno_name)
+                if problem.step != "execve" or reason is None:
+                    raise
+                self._reason = reason
+                self.warnings.append(str(problem))
+                return
+            self._loop(box, started, watches[0])
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
@@ -234,11 +249,11 @@ class Run:
             os.close(wake_r)
             os.close(wake_w)
 
-    def _loop(self, box: Box, started: StartedExec) -> None:
+    def _loop(self, box: Box, started: StartedExec, oom: OomWatch) -> None:
         guard = self.guard
         wall_ms = min(self.request.wall_ms or self.policy.limits.wall_time, self.policy.limits.wall_time)
         deadline = time.monotonic() + wall_ms / 1000
-        with selectors.DefaultSelector() as selector, box.cgroup.oom_watch() as oom:
+        with selectors.DefaultSelector() as selector:
             wake = self._wake_fd
             sources: list[tuple[int, Callable[[], object]]] = [
                 (box.init.fileno(), lambda: self._read_exits(box, started)),
@@ -377,6 +392,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def _conclude(self, box: Box, error: DsecGuardError | None) -> RunOutcome:
+        self._exited_ns = time.time_ns()
         try:
             self._sample(box)
             ended_mono = time.monotonic_ns()
@@ -523,6 +539,8 @@ class Run:
                 self.warnings.append(f"{box.seal.target} was sealed for the run: commits made inside stay in the box, "
                                      "files in the work tree do not")
         for name, place in box.root.store_places.items():
+            if _is_empty(name, box.spawned.store_fd):
+                continue
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=box.spawned.store_fd)
             except FileNotFoundError:
@@ -598,7 +616,8 @@ class Run:
         return RunOutcome(
             run_id=self.run_dir.run_id, run_dir=self.run_dir.path, policy_name=policy.name, policy_digest=policy.digest,
             argv=request.argv, exit=exit_info, verdict=judgement.verdict, reward=judgement.reward,
-            started_ns=self.started_ns, ended_ns=time.time_ns(), mode=policy.mode.value, layers=self._layers(),
+            started_ns=self.started_ns, exited_ns=self._exited_ns, ended_ns=time.time_ns(),
+            mode=policy.mode.value, layers=self._layers(),
             monitor=MonitorStats(level=policy.monitor.level if self.monitor else None, events=self.events,
                                  lost=sum(completeness.lost.values()), over_budget=completeness.over_budget),
             usage=usage, flags=tuple(self.flags), incidents=judgement.incidents, task_reward=task_reward,
@@ -675,11 +694,12 @@ class Run:
     def _store(self, outcome: RunOutcome, completeness: Completeness) -> None:
         """Nothing is acknowledged before it is on disk."""
         assert self.record is not None
-        self.record.finish(outcome, completeness=asdict(completeness))
+        if outcome.incidents or outcome.error or self.request.record_file is not None:
+            self.record.finish(outcome, completeness=asdict(completeness))
+        else:
+            self.record.discard()
         if outcome.incidents:
             self.guard.state.append_incidents(outcome)
-        elif self.request.record_file is None and not outcome.error:
-            self.run_dir.events_file.unlink(missing_ok=True)
         self.run_dir.write_result(result_json(outcome))
 
 
@@ -689,6 +709,14 @@ def _as_guard_error(problem: Exception) -> DsecGuardError:
 
 def _refused(events: Iterable[OutputRefused]) -> tuple[RefusedPath, ...]:
     return tuple(RefusedPath(path=e.path, why=e.why) for e in events)[:1000]
+
+
+def _is_empty(name: str, store_fd: int) -> bool:
+    """Whether a directory of the store holds nothing; one that is not there does not. Source: mm/shmem.c, the size of a
+    tmpfs directory is that of two entries and grows by one for each name in it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(name, dir_fd=store_fd, follow_symlinks=False).st_size == _EMPTY_DIR_BYTES
+    return True
 
 
 def _empty(fd: int) -> None:

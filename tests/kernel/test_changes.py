@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from dsec_guard.host.walk import Walk, WalkLimits, open_regular
 from dsec_guard.model import FileChanged, unescape_bytes
 from dsec_guard.sandbox.changes import ChangeLimits, ChangeReport, inspect_changes, link_leaves
+from dsec_guard.service import run as run_module
 from tests.kernel.overlay import dig, overlay, put
 
 pytestmark = pytest.mark.needs("overlay")
@@ -321,3 +323,24 @@ def test_a_walk_stops_at_another_mount():
         os.close(top)
     assert (b"proc", "mount") in walk.skipped
     assert not [name for name in names if name.startswith(b"proc/")]
+
+
+def test_the_size_of_a_tmpfs_directory_tells_whether_it_is_empty() -> None:
+    """Directories of the store that are empty are not walked."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        top = Path(name)
+        (top / "work").mkdir()
+        store = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            assert run_module._is_empty("work", store)
+            assert run_module._is_empty("missing", store)
+            for make in (os.mkdir, os.mkfifo, lambda path: os.symlink("x", path), lambda path: Path(path).write_text("")):
+                make(top / "work/a")
+                assert not run_module._is_empty("work", store)
+                (top / "work/a").rename(top / "work/.b")
+                assert not run_module._is_empty("work", store)
+                (top / "work/.b").rename(top / "gone")
+                assert run_module._is_empty("work", store)
+                (os.rmdir if make is os.mkdir else os.unlink)(top / "gone")
+        finally:
+            os.close(store)

@@ -56,7 +56,8 @@ def make_outcome(make_incident: Callable[..., Incident]) -> Callable[..., RunOut
             "policy_name": "untrusted-script", "policy_digest": "ab" * 32, "argv": (b"python3", b"x\xff.py"),
             "exit": ExitInfo(reason=ExitReason.EXITED, code=0),
             "verdict": Verdict(cls=VerdictClass.CLEAN, outcome=None, severity=0, validity=Validity.OK, complete=True),
-            "reward": RewardInfo(), "started_ns": STARTED_NS, "ended_ns": STARTED_NS + 2_000_000_000,
+            "reward": RewardInfo(), "started_ns": STARTED_NS, "exited_ns": STARTED_NS + 1_900_000_000,
+            "ended_ns": STARTED_NS + 2_000_000_000,
             "layers": (Layer("seccomp", LayerState.ENFORCED), Layer("bpf_lsm", LayerState.MISSING, "EPERM", optional=True)),
             "monitor": MonitorStats(level=Level.FULL, events=12), "usage": Usage(wall_s=2.0, cpu_s=0.5),
         }

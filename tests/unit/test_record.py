@@ -186,3 +186,37 @@ def test_a_record_goes_only_to_a_regular_file(tmp_path: Path):
     for name in ("fifo", "link", "no/dir"):
         with pytest.raises(UsageError, match="cannot write the record"):
             RecordWriter(tmp_path / name)
+
+
+def test_a_record_that_is_made_when_due_leaves_no_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(record_module.time, "monotonic", lambda: now)
+    path = tmp_path / "later.jsonl"
+    writer = record_module.RecordWriter(path, when_due=True)
+    header(writer)
+    writer.events([exec_event(1)])
+    writer.flush_if_due()
+    assert not path.exists()
+    now += record_module.FLUSH_S
+    writer.flush_if_due()
+    assert [event.seq for event in read_record(path).events] == [1]
+    writer.discard()
+    assert not path.exists()
+
+
+def test_a_record_made_when_due_is_bounded_in_memory_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "later.jsonl"
+    writer = record_module.RecordWriter(path, when_due=True)
+    header(writer)
+    writer.events([exec_event(n) for n in range(1, record_module.MOST_HELD + 3)])
+    assert path.exists()
+    writer.close()
+    assert [event.seq for event in read_record(path).events] == list(range(1, record_module.MOST_HELD + 3))
+
+
+def test_a_record_that_was_never_due_is_written_by_close_and_not_by_discard(tmp_path: Path) -> None:
+    for name, end in (("closed", record_module.RecordWriter.close), ("discarded", record_module.RecordWriter.discard)):
+        writer = record_module.RecordWriter(tmp_path / name, when_due=True)
+        header(writer)
+        end(writer)
+    assert [path.name for path in tmp_path.iterdir()] == ["closed"]
