@@ -19,7 +19,7 @@ from dsec_guard.detect.facts import BoxFacts
 from dsec_guard.errors import RecordError, UsageError
 from dsec_guard.model import FileOpened, Level, ProcessExec, SyscallSeen
 from dsec_guard.policy.schema import Policy
-from dsec_guard.replay.record import MAX_LINE, RecordWriter, read_record
+from dsec_guard.replay.record import FLUSH_S, MAX_LINE, MOST_HELD, RecordWriter, read_record
 
 ROOT = str(Path(__file__).resolve().parents[2])
 EVENTS = (
@@ -30,10 +30,18 @@ EVENTS = (
 FACTS = BoxFacts(run_id="r", level=Level.FULL, workspace="/workspace", limits={"pids": 256})
 
 
-def write(path: Path, outcome=None, **options) -> None:
-    writer = RecordWriter(path, **options)
+def header(writer: RecordWriter) -> None:
     writer.header(run_id="r", started_ns=1_780_000_000_123_456_789, argv=(b"sh", b"\xff"),
                   policy=Policy(name="p", digest="d"), detectors_digest="dd", facts=FACTS.to_record(), host={"kernel": "6.18"})
+
+
+def exec_event(seq: int) -> ProcessExec:
+    return ProcessExec(seq=seq, at_ns=seq, exe="/bin/true")
+
+
+def write(path: Path, outcome=None, **options) -> None:
+    writer = RecordWriter(path, **options)
+    header(writer)
     writer.events(EVENTS)
     if outcome is not None:
         writer.finish(outcome, completeness=asdict(Completeness(lost={"context": 1}, sensors_missing=("notify",))))
@@ -190,14 +198,14 @@ def test_a_record_goes_only_to_a_regular_file(tmp_path: Path):
 
 def test_a_record_that_is_made_when_due_leaves_no_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(record_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     path = tmp_path / "later.jsonl"
-    writer = record_module.RecordWriter(path, when_due=True)
+    writer = RecordWriter(path, when_due=True)
     header(writer)
     writer.events([exec_event(1)])
     writer.flush_if_due()
     assert not path.exists()
-    now += record_module.FLUSH_S
+    now += FLUSH_S
     writer.flush_if_due()
     assert [event.seq for event in read_record(path).events] == [1]
     writer.discard()
@@ -206,17 +214,17 @@ def test_a_record_that_is_made_when_due_leaves_no_file_before(tmp_path: Path, mo
 
 def test_a_record_made_when_due_is_bounded_in_memory_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "later.jsonl"
-    writer = record_module.RecordWriter(path, when_due=True)
+    writer = RecordWriter(path, when_due=True)
     header(writer)
-    writer.events([exec_event(n) for n in range(1, record_module.MOST_HELD + 3)])
+    writer.events([exec_event(n) for n in range(1, MOST_HELD + 3)])
     assert path.exists()
     writer.close()
-    assert [event.seq for event in read_record(path).events] == list(range(1, record_module.MOST_HELD + 3))
+    assert [event.seq for event in read_record(path).events] == list(range(1, MOST_HELD + 3))
 
 
 def test_a_record_that_was_never_due_is_written_by_close_and_not_by_discard(tmp_path: Path) -> None:
-    for name, end in (("closed", record_module.RecordWriter.close), ("discarded", record_module.RecordWriter.discard)):
-        writer = record_module.RecordWriter(tmp_path / name, when_due=True)
+    for name, end in (("closed", RecordWriter.close), ("discarded", RecordWriter.discard)):
+        writer = RecordWriter(tmp_path / name, when_due=True)
         header(writer)
         end(writer)
     assert [path.name for path in tmp_path.iterdir()] == ["closed"]
