@@ -22,12 +22,18 @@ class DsecGuardError(Exception):
         self.hint = hint
 
 
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class PolicyError(DsecGuardError):
-    """One or more mistakes in a policy; `problems` has one line each, `file:line:col: what: accepted`."""
+    """One or more mistakes in a policy; `problems` has one line each, `file:line:col: what: accepted`, safe for terminals
+    whatever the policy holds."""
 
     def __init__(self, problems: list[str], *, hint: str = "") -> None:
-        super().__init__("\n".join(problems), hint=hint)
-        self.problems = tuple(problems)
+        self.problems = tuple(map(_printable, problems))
+        super().__init__("\n".join(self.problems), hint=hint)
 
 
 class UsageError(DsecGuardError):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from dsec_guard.errors import PolicyError, UsageError
 from dsec_guard.model import Class, Level, Outcome, Phase
 from dsec_guard.policy.load import MAX_DEPTH, digest_of, load_policy, override_limits, shipped_names, with_level
+from dsec_guard.policy.profile import load_profile
 from dsec_guard.policy.schema import NetworkWord, User
 
 HEAD = "schema: dsec-guard/policy/v1\n"
@@ -296,3 +298,13 @@ def test_the_level_is_part_of_the_digest():
 
 def test_the_shipped_policies_are_these():
     assert shipped_names() == ("base", "corpus", "swe-task", "terminal-task", "untrusted-script")
+
+
+@pytest.mark.parametrize("word", ["\x1f", "\x1b[2J", "open\n/etc/passwd", "\u202eopen", "\udc80"])
+def test_a_profile_cannot_send_control_characters_to_the_terminal(tmp_path: Path, word: str) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"schema": "dsec-guard/syscalls/v1", "allow": [word]}))
+    with pytest.raises(PolicyError) as caught:
+        load_profile(str(file))
+    assert all(problem.isprintable() for problem in caught.value.problems)
+    assert "no such system call" in str(caught.value)
