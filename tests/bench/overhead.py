@@ -4,8 +4,9 @@
 
 Jobs: `gcc` compiles and links 20 generated C files one after the other; `pytest` runs a generated suite in pure Python.
 In each round a job runs bare, in a box of each level, and bare again, in an order that changes; each starts from a fresh
-copy of its files. Counted: user and system time of the job's cgroup (bare: of its processes), and for a box all that the
-guard used meanwhile in this process, its holder and its launcher, from asking for the box to having its verdict.
+copy of its files. They lie in memory on both sides, as all that a box writes does. Counted: user and system time of the
+job's cgroup (bare: of its processes), and for a box all that the guard used meanwhile in this process, its holder and its
+launcher, from asking for the box to having its verdict.
 Printed: the median of the rounds' ratios and the bound that the true median is below with 95 % confidence (order
 statistics, no assumption about the distribution). `A/A` is the second bare run against the first: what equal things differ
 by on this machine. Needs root, gcc, and pytest in this environment.
@@ -163,7 +164,7 @@ def main() -> int:
           f"Python {platform.python_version()}, {options.pairs} pairs, {time.strftime('%Y-%m-%d', time.gmtime())}")
     results = []
     met = True
-    with tempfile.TemporaryDirectory() as name, Guard.open(Path(name) / "state") as guard:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name, Guard.open(Path(name) / "state") as guard:
         for job in jobs:
             sides = {"bare": bare, **{level.value: boxed(guard, level) for level in levels}, "A/A": bare}
             times: dict[str, list[float]] = {side: [] for side in sides}
